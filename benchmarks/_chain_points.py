@@ -16,7 +16,7 @@ import multistage.torch as mst
 from benchmarks._chain_models import build
 from benchmarks._common import interleaved
 from multistage.model.stages import StageCosts
-from multistage.torch.measurement.exploring import tensors_of
+from multistage.torch.environment.states import tensors_in
 from multistage.torch.tensors.meter import Meter
 
 
@@ -124,7 +124,7 @@ class _Steps:
             meter.ignore(p.grad for p in self._parameters if p.grad is not None)
             meter.ignore(self.plain.buffers())
             self._step(run)
-            inputs = sum(t.untyped_storage().nbytes() for t in tensors_of(self._x))
+            inputs = sum(t.untyped_storage().nbytes() for t in tensors_in(self._x))
             return meter.peak_bytes + inputs
 
     def timed(self, runs: dict[str, Callable[[Tensor], Tensor]], repeats: int) -> dict[str, Any]:

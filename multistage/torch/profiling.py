@@ -8,7 +8,7 @@ from torch import nn
 
 from ..model.stages import StageCosts
 from ..planners.chain.heterogeneous import smallest_memory
-from .planning.fitting import measured
+from .planning.running import measured
 from .sequential import Sequential
 
 

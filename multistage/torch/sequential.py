@@ -14,13 +14,13 @@ from ..model.stages import StageCosts
 from ..planners.chain.heterogeneous import ChainPlan, ChainPlanner
 from ..planners.chain.joint_core import require_core
 from .adopting import InFront, YieldingProperty, adopt, yielding
+from .environment.states import tensors_in
 from .measurement.checking import Check, Checked, checked_choice
-from .measurement.exploring import tensors_of
-from .planning.kinds import facts_of
 from .planning.limited import (
     Call,
     Limited,
     LimitedModule,
+    facts_of,
     names_of,
     of_functions,
     run_plain,
@@ -266,7 +266,7 @@ class Sequential(LimitedModule, InFront):
         """
         state = _state_of(self, args, kwargs)
         wanting = torch.is_grad_enabled() and (
-            any(t.requires_grad for t in tensors_of(state))
+            any(t.requires_grad for t in tensors_in(state))
             or any(p.requires_grad for p in self.parameters())
             or any(t.requires_grad for t in of_functions(self).tensors)
         )
@@ -316,7 +316,7 @@ def refuse_wrapped(state: object) -> None:
             "a chain cannot run its stages again inside of torch.func (vmap, grad, jvp, ...); use "
             "torch.autograd, or nn.Sequential(*chain) where no limit is needed"
         )
-    if any(t.is_nested for t in tensors_of(state)):
+    if any(t.is_nested for t in tensors_in(state)):
         raise ArgumentError(
             "the input has nested tensors, whose lengths are part of their shape and differ in "
             "each; give the chain padded tensors, or values and offsets apart"

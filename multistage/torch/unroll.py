@@ -18,8 +18,8 @@ from ..support.progress import Bars
 from .environment.captured import generators_of
 from .environment.hidden_draws import refuse_hidden_draws
 from .environment.randomness import cuda_or_cpu
+from .environment.states import tensors_in
 from .measurement.checking import Check, checked_choice
-from .measurement.exploring import tensors_of
 from .measurement.stand_ins import hooks_silent
 from .offload import offload
 from .sequences.allowances import allowance
@@ -316,7 +316,7 @@ def _alike(
     check, chunk = settings.check, settings.chunk
     leaves = pytree.tree_leaves(state)
     sequence.shared_with(leaves)
-    generators = generators_of([known.scope], [*tensors_of(state), *sequence.held()])
+    generators = generators_of([known.scope], [*tensors_in(state), *sequence.held()])
     with looking():
         facts = explore_cell(known, state, sequence, generators, parameters, random, check)
     wanted = [*leaves, *sequence.tensors(), *facts.parameters]

@@ -63,21 +63,21 @@ def steady_seconds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 def _steady_stages(patch: pytest.MonkeyPatch) -> None:
     """Let every stage of a chain take the same seconds."""
-    from multistage.torch.measurement import measure, stage_runs
+    from multistage.torch.measurement import measure
 
-    overhead_s = stage_runs.StageRun.overhead_s
+    overhead_s = measure.StageRun.overhead_s
 
-    def time(run: stage_runs.StageRun, found: stage_runs.Times, seconds: float) -> None:
+    def time(run: measure.StageRun, found: measure.Times, seconds: float) -> None:
         while found.rounds < 2:
             run._round()
             found.add(1e-4, 0.0, 2e-4)
 
-    def overhead(run: stage_runs.StageRun) -> float:
+    def overhead(run: measure.StageRun) -> float:
         overhead_s(run)
         return 1e-5
 
-    patch.setattr(stage_runs.StageRun, "time", time)
-    patch.setattr(stage_runs.StageRun, "overhead_s", overhead)
+    patch.setattr(measure.StageRun, "time", time)
+    patch.setattr(measure.StageRun, "overhead_s", overhead)
     patch.setattr(measure, "engine_s", lambda: 0.0)
 
 

@@ -21,12 +21,11 @@ import multistage.torch as mst
 from multistage.actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
 from multistage.errors import BudgetError
 from multistage.model.stages import Stage, StageCosts
-from multistage.torch.chains.held import HeldTape
+from multistage.torch.chains.links import HeldTape
 from multistage.torch.measurement.joining import ApartError, Joined, stretched
 from multistage.torch.measurement.measure import measure_stages
 from multistage.torch.measurement.saved import Caught, Saved
-from multistage.torch.measurement.sizes import Count, LargerError, Sizes
-from multistage.torch.measurement.traits import Traits
+from multistage.torch.measurement.traits import Count, LargerError, Sizes, Traits
 from multistage.torch.tensors.meter import Meter
 
 _CPU = [torch.device("cpu")]

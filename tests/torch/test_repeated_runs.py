@@ -7,7 +7,6 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError, DifferenceWarning, MultistageError, StateError
-from multistage.torch.planning import fitting
+from multistage.torch.planning import running
 
 
 class Block(nn.Module):
@@ -279,91 +278,7 @@ def test_sparse_tensors_written_to_without_a_version_are_refused() -> None:
             y.sum().backward()
 
 
-@pytest.mark.parametrize("check", ["error", "off"])
-def test_a_kernel_may_fill_what_was_saved_before(check: Literal["error", "off"]) -> None:
-    torch.manual_seed(0)
-    own = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.RReLU()) for _ in range(8)])
-    model, x = mst.Sequential(own, memory=0.7, check=check), torch.randn(64, 16)
-    for _ in range(3):
-        found = []
-        for each in (own, model):
-            torch.manual_seed(1)
-            found.append(gradients_of(each, x, list(own.parameters())))
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert model.plan is not None and not model.plan.keeps_all
-
-
-class Unrolls(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = mst.unroll(
-            self.cell, torch.zeros_like(x), [x] * 6, memory="100 KiB", chunk=2
-        ).state
-        return made
-
-
-def test_chunks_of_a_sequence_that_are_looked_at_are_no_part_of_a_stage_around_it() -> None:
-    torch.manual_seed(0)
-    own = nn.Sequential(*[Unrolls() if k == 3 else nn.Sequential(*[Block()] * 8) for k in range(6)])
-    model, x = mst.Sequential(own, memory=0.7, planner="revolve"), torch.randn(64, 16)
-    for _ in range(6):  # other chunks each time
-        plain, ours = (gradients_of(each, x, list(own.parameters())) for each in (own, model))
-        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
-    assert model.plan is not None and 3 not in model.plan.kept
-
-
-def test_workspaces_that_kernels_do_not_fill_are_not_compared() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cells = nn.LSTM(16, 16, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = self.cells(x)[0]
-            return made
-
-    own, x = nn.Sequential(*[Recurrent() for _ in range(6)]), torch.randn(3, 17, 16)
-    model = mst.Sequential(own, x, memory=0.8)
-    for number in range(4):
-        y = model(x)
-        junk = [torch.full((size,), float(number)) for size in (1000, 5000, 20_000)]
-        del junk
-        y.sum().backward()
-    assert model.plan is not None and not model.plan.keeps_all
-
-
 # ------------------------------------------------------------ what stages may contain
-
-
-class RunsAgain(torch.autograd.Function):
-    """Enables gradients in its backward, and reads what it saved there."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        with torch.enable_grad():
-            (x,) = ctx.saved_tensors
-            given = x.detach().requires_grad_()
-            y = given * given
-        return torch.autograd.grad(y, given, gradient)
-
-
-def runs_again(x: Tensor) -> Tensor:
-    y: Tensor = RunsAgain.apply(x)
-    return y
-
-
-def makes_a_leaf(x: Tensor) -> Tensor:
-    y = x[:, None]
-    y.requires_grad = True  # as HuBERT's and Wav2Vec2's feature encoders do
-    return y[:, 0]
 
 
 def nests(x: Tensor) -> Tensor:
@@ -373,60 +288,6 @@ def nests(x: Tensor) -> Tensor:
 
 def differentiates_by_func(x: Tensor) -> Tensor:
     return x + torch.func.grad(lambda y: y.sin().sum())(x)
-
-
-def gradients_of(model: nn.Module, x: Tensor, own: list[nn.Parameter]) -> list[Tensor]:
-    for parameter in own:
-        parameter.grad = None
-    model(x).sum().backward()
-    return [p.grad.to_dense() for p in own if p.grad is not None]
-
-
-@pytest.mark.parametrize("special", [runs_again, makes_a_leaf])
-def test_a_stage_may_enable_gradients_where_its_input_has_none(
-    special: Callable[[Tensor], Tensor],
-) -> None:
-    torch.manual_seed(0)
-    places = (0, 4) if special is runs_again else (0,)
-    own = nn.Sequential(*[Block(special if k in places else None) for k in range(8)])
-    x = torch.randn(64, 16)
-    plain = gradients_of(own, x, list(own.parameters()))
-    model = mst.Sequential(own, memory=0.6)
-    for _ in range(2):
-        ours = gradients_of(model, x, list(own.parameters()))
-        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
-    assert model.plan is not None and not model.plan.keeps_all
-    assert str(model.checked).startswith("equal")
-
-
-class Skips(nn.Module):
-    """Keeps its output for a later stage, which takes it."""
-
-    def __init__(self, kept: dict[int, Tensor], number: int, puts: bool) -> None:
-        super().__init__()
-        self.linear, self.kept = nn.Linear(16, 16), kept
-        self.number, self.puts = number, puts
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.tanh(self.linear(x))
-        if not self.puts:
-            return y + self.kept.pop(self.number)
-        self.kept[self.number] = y
-        return y
-
-
-def test_stages_may_take_what_others_keep() -> None:
-    torch.manual_seed(0)
-    kept: dict[int, Tensor] = {}
-    own = nn.Sequential(*[Skips(kept, min(k, 7 - k), k < 4) for k in range(8)])
-    x = torch.randn(64, 16)
-    plain = gradients_of(own, x, list(own.parameters()))
-    model = mst.Sequential(own, memory=0.9)
-    for _ in range(3):
-        ours = gradients_of(model, x, list(own.parameters()))
-        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
-        assert not kept
-    assert model.plan is not None and not model.plan.keeps_all
 
 
 def test_nested_tensors_of_strided_layout_inside_a_stage_keep_its_tape() -> None:
@@ -445,16 +306,6 @@ def test_double_backward_is_refused_in_one_sentence() -> None:
     model, x = _rerunning()
     with pytest.raises(MultistageError, match="double backward"):
         torch.autograd.grad(model(x).sum(), list(model.parameters()), create_graph=True)
-
-
-def test_sparse_gradients_are_checked() -> None:
-    table = nn.Embedding(50, 16, sparse=True)
-    own = nn.Sequential(table, *[Block() for _ in range(8)])
-    words = torch.randint(0, 50, (64,))
-    model = mst.Sequential(own, words, memory=0.6)
-    assert str(model.checked).startswith("equal (")
-    plain, ours = (gradients_of(m, words, list(own.parameters())) for m in (own, model))
-    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
 
 @pytest.mark.parametrize("special", [nests, differentiates_by_func])
@@ -503,7 +354,7 @@ def test_memory_that_glibc_keeps_is_told_of_once(
 ) -> None:
     monkeypatch.setattr(os, "confstr_names", {"CS_GNU_LIBC_VERSION": 2})
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    fitting._tell_of_resident_memory.cache_clear()
+    running._tell_of_resident_memory.cache_clear()
     with caplog.at_level("INFO", "multistage.torch.planning"):
         for rows in (32, 64):
             mst.Sequential([Block() for _ in range(8)], torch.randn(rows, 16), memory=0.7)

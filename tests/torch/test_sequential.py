@@ -33,18 +33,6 @@ class Residual(nn.Module):
         return x + self.outer(self.inner(x))
 
 
-class Pair(nn.Module):
-    """Takes and returns a dict with a tensor, an integer tensor and a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
-        x = torch.tanh(self.linear(state["x"])) * state["scale"]
-        return {"x": x + state["mask"], "mask": state["mask"], "scale": state["scale"]}
-
-
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "tanh": nn.Tanh,
@@ -157,59 +145,6 @@ def test_random_chains(kinds: list[str], share: float) -> None:
     assert_trains_alike(plain, ours, x)
 
 
-def test_states_may_be_trees() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Pair() for _ in range(8)))
-    x = {
-        "x": torch.randn(128, WIDTH, requires_grad=True),
-        "mask": torch.arange(WIDTH),
-        "scale": 0.5,
-    }
-    plain, ours = both(model, x, 0.6)
-    assert not ours.plan.keeps_all  # type: ignore[union-attr]
-    assert_trains_alike(plain, ours, x, loss=lambda y: y["x"].square().sum())
-
-
-def test_stages_that_come_twice_and_plain_functions() -> None:
-    torch.manual_seed(0)
-    shared = Residual()
-    stages = [shared, torch.tanh, Residual(), shared, torch.sin, shared]
-    x = torch.randn(128, WIDTH)
-    plain = nn.Sequential(*(s for s in stages if isinstance(s, nn.Module)))
-    ours = mst.Sequential(stages, x, memory=0.7)
-    torch.manual_seed(1)
-    y = x
-    for stage in stages:
-        y = stage(y)
-    y.sum().backward()
-    known = [p.grad.clone() for p in plain.parameters()]  # type: ignore[union-attr]
-    plain.zero_grad()
-    ours(x).sum().backward()
-    assert all(torch.equal(a, p.grad) for a, p in zip(known, plain.parameters(), strict=True))
-
-
-def test_frozen_parameters() -> None:
-    x = torch.randn(128, WIDTH)
-    model = a_chain(*DEEP)
-    for number in (0, 1, 3, 9):
-        model[number].requires_grad_(False)
-    plain, ours = both(model, x, 0.6)
-    assert_trains_alike(plain, ours, x)
-
-
-def test_autocast() -> None:
-    x = torch.randn(256, WIDTH)
-    plain, ours = both(a_chain(*("linear", "tanh", "residual") * 4), x, 0.6)
-    grads = []
-    for model in (plain, ours):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(x).sum()
-        loss.backward()
-        grads.append([p.grad for p in model.parameters()])
-    assert not ours.plan.keeps_all  # type: ignore[union-attr]
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
 def test_twice_in_one_graph_and_accumulation() -> None:
     x = torch.randn(128, WIDTH)
     plain, ours = both(a_chain(*("linear", "tanh", "residual") * 4), x, 0.6)
@@ -231,30 +166,6 @@ def test_a_second_backward_and_autograd_grad() -> None:
         second = torch.autograd.grad(y, [x, *model.parameters()])
         found.append([*first, *second])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_a_function_that_reads_its_saved_tensors_twice() -> None:
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x.exp())
-            return x.exp()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-            total = gradient * ctx.saved_tensors[0]
-            gc.collect()
-            return (total + gradient * ctx.saved_tensors[0]) / 2
-
-    stages = [Twice.apply, torch.sin] * 6
-    x = torch.randn(64, requires_grad=True)
-    y = x
-    for stage in stages:
-        y = stage(y)
-    (known,) = torch.autograd.grad(y.sum(), x)
-    ours = mst.Sequential(stages, x, memory=0.5)
-    (found,) = torch.autograd.grad(ours(x).sum(), x)
-    assert torch.equal(found, known)
 
 
 def test_the_mode_of_the_forward_counts() -> None:
@@ -460,23 +371,3 @@ def test_a_stage_that_saves_more_when_it_runs_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MULTISTAGE_TEST_GROWS", "1")
     with pytest.raises(StateError, match="saved other tensors when it was run again"):
         y.sum().backward()
-
-
-class Recurrent(nn.Module):
-    """An LSTM, whose kernel is another one where no gradient is required."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x.view(16, -1, WIDTH))[0].view(-1, WIDTH)
-
-
-def test_kernels_that_depend_on_the_gradient() -> None:
-    x = torch.randn(128, WIDTH)
-    torch.manual_seed(0)
-    layers = [Recurrent() for _ in range(12)]
-    plain, ours = both(nn.Sequential(*layers), x, _least(nn.Sequential(*layers), x))
-    assert ours.plan is not None and max(ours.plan.runs()) > 2
-    assert_trains_alike(plain, ours, x)

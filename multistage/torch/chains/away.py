@@ -14,8 +14,7 @@ from ...states.slots import Kept
 from ..environment.states import KeptState
 from ..tiers.parcels import Parcel
 from ..tiers.stowage import Stowage
-from .held import AwayState, HeldTape
-from .links import FastMemory
+from .links import AwayState, FastMemory, HeldTape
 from .stages import StageRunner
 
 

@@ -44,8 +44,7 @@ from ..measurement.watching import Metered
 from ..tiers.parcels import Origins
 from ..tiers.stowage import Berth, Stowage
 from .away import Away
-from .held import HeldTape
-from .links import FastMemory, Links, Script, StageSlots
+from .links import FastMemory, HeldTape, Links, Script, StageSlots
 from .stages import StageRunner, storages_of_all
 
 

@@ -25,8 +25,7 @@ from ..environment.turns import TURN
 from ..measurement.checking import Check, complain
 from ..measurement.joining import Calls, Joined
 from ..measurement.saved import Caught, Complete, Kind, Saved, difference, nodes_made
-from ..measurement.sizes import Count, OnceMore, UnforeseenError
-from ..measurement.traits import Traits
+from ..measurement.traits import Count, OnceMore, Traits, UnforeseenError
 from ..tensors.checksums import Digests
 from ..tensors.streams import Home
 

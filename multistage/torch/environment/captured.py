@@ -302,15 +302,6 @@ class Environment:
         ]
         return list(dict.fromkeys(found))
 
-    def refuse_differences(self, when: str) -> None:
-        """Raise StateError if anything is different now; see `differences`."""
-        found = self.differences()
-        if found:
-            raise StateError(
-                f"{self._name} changes {', '.join(found[:4])} when it runs ({when}); running it "
-                "again would change it once more: make it part of the state, or keep it in a buffer"
-            )
-
     def undo(self) -> None:
         """Undo the first run: put back attributes, buffers and generators as captured."""
         self._found.put_back()

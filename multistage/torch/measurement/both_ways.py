@@ -21,11 +21,12 @@ from ..environment.randomness import device_types, random_devices
 from ..environment.scope import Scope
 from ..environment.settings import Autocast, autocast, casting_anew
 from ..environment.snapshots import Snapshot, left_behind, modules_of
+from ..environment.states import tensors_in
 from ..tensors.checksums import fingerprint
 from ..tensors.meter import Meter
-from .exploring import Call, tensors_of
+from .exploring import Call
+from .measure import bytes_held
 from .plainly import TooDear, Windowed, forgetting
-from .stage_runs import bytes_held
 from .stand_ins import hooks_silent
 
 Seen: TypeAlias = dict[str, object]
@@ -65,7 +66,7 @@ class Both:
             p for m in self.modules.values() for p in m._parameters.values() if p is not None
         ]
         leaves = pytree.tree_leaves(sample)
-        involved = [*tensors_of(sample), *self._parameters]
+        involved = [*tensors_in(sample), *self._parameters]
         self.devices = random_devices(involved)
         self._autocast = Autocast.capture(device_types(involved))
         self._scope = Scope([*calls, *(x for x in leaves if not isinstance(x, Tensor))])
@@ -73,7 +74,7 @@ class Both:
 
     def inputs(self) -> object:
         """Return the sample as leaves, which are one or share memory where the sample's do."""
-        given = tensors_of(self.sample)
+        given = tensors_in(self.sample)
         fresh = cloned(given) if self._writes else [t.detach() for t in given]
         known = {id(t): f for t, f in zip(given, fresh, strict=True)}
         for tensor in given:
@@ -81,13 +82,13 @@ class Both:
         return pytree.tree_map(lambda x: known.get(id(x), x), self.sample)
 
     def _forgetting(self) -> AbstractContextManager[object]:
-        return forgetting(self._room, [*self._parameters, *tensors_of(self.sample)])
+        return forgetting(self._room, [*self._parameters, *tensors_in(self.sample)])
 
     def plainly(self, reference: Call) -> Call:
         """Return the reference, run in windows."""
 
         def run(inputs: object) -> object:
-            held = [*self._parameters, *tensors_of(inputs)]
+            held = [*self._parameters, *tensors_in(inputs)]
             windowed = Windowed(
                 lambda: reference(_writable(inputs) if self._writes else inputs),
                 self._again,
@@ -149,7 +150,7 @@ class Both:
         meter : Meter
             Given again, it knows what is left of earlier iterations.
         """
-        given = tensors_of(self.sample)
+        given = tensors_in(self.sample)
         known = [*self._parameters, *given, *self._scope.look().tensors]
         meter.ignore([*known, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
         caches = torch.is_autocast_cache_enabled() and any(each.enabled for each in self._autocast)
@@ -177,7 +178,7 @@ class Both:
         self, inputs: object, outputs: Sequence[object], look: Callable[[Tensor], object]
     ) -> Seen:
         roots = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
-        given = [t for t in tensors_of(inputs) if t.requires_grad]
+        given = [t for t in tensors_in(inputs) if t.requires_grad]
         names = {id(t): f"the gradient of input {k}" for k, t in enumerate(given)}
         targets: list[Tensor] = []
         found: Seen = {}
@@ -237,7 +238,7 @@ class Both:
 
         def note(path: str) -> Callable[[object, object, object], None]:
             return lambda _m, _given, output: noted.append(
-                (path, tuple(fingerprint(t) for t in tensors_of(output)))
+                (path, tuple(fingerprint(t) for t in tensors_in(output)))
             )
 
         handles = [m.register_forward_hook(note(path)) for path, m in self.modules.items()]
@@ -319,7 +320,7 @@ def _adjoints(roots: Sequence[Tensor]) -> list[Tensor]:
 
 def _writable(inputs: object) -> object:
     """Return copies for a run to write to; gradients reach the inputs."""
-    given = tensors_of(inputs)
+    given = tensors_in(inputs)
     known = {id(t): copy for t, copy in zip(given, cloned(given), strict=True)}
     known |= {id(t): t.clone() for t in given if t.requires_grad}
     return pytree.tree_map(lambda x: known.get(id(x), x), inputs)

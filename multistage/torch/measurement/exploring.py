@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -22,7 +22,7 @@ from ..environment.captured import Environment, exchanges_memory, generators_of,
 from ..environment.copies import address, cloned, put_back, version_of
 from ..environment.randomness import Generators, State
 from ..environment.scope import Scope, buffers_among
-from ..environment.states import wants_of
+from ..environment.states import tensors_in, wants_of
 from ..tensors.checksums import digest, same_bits
 from ..tensors.meter import storages_of
 from .saved import Saved, itself
@@ -34,14 +34,9 @@ _State = TypeVar("_State")
 _FILLS = ("RreluWithNoiseBackward",)
 
 
-def tensors_of(state: object) -> list[Tensor]:
-    """Return the tensors of a state."""
-    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
-
-
 def fresh_copy(state: _State, *, wants: bool | None = None) -> _State:
     """Return a state of fresh leaves, writable, with the same wishes for gradients."""
-    given = list({id(t): t for t in tensors_of(state)}.values())
+    given = list({id(t): t for t in tensors_in(state)}.values())
     # Strides decide which kernels run, and what they copy.
     copies = {id(t): copy for t, copy in zip(given, cloned(given), strict=True)}
     for tensor in given:
@@ -56,7 +51,7 @@ def fresh_copy(state: _State, *, wants: bool | None = None) -> _State:
 @contextlib.contextmanager
 def untouched(scope: Scope, sample: object) -> Iterator[None]:
     """Put buffers, attributes and random generators back at the end; see `environment`."""
-    undo = undo_of(scope, tensors_of(sample))
+    undo = undo_of(scope, tensors_in(sample))
     values = [(b, b.detach().clone(), version_of(b)) for _, _, b in scope.buffers()]
     try:
         yield
@@ -65,11 +60,6 @@ def untouched(scope: Scope, sample: object) -> Iterator[None]:
         for buffer, value, version in values:
             if version_of(buffer) != version or not same_bits(buffer, value):
                 put_back(buffer, value, version)
-
-
-def buffers_of(stage: Call) -> list[tuple[nn.Module, str, Tensor]]:
-    """Return the buffers that a stage refers to: owner, name, tensor."""
-    return Scope.of(stage).buffers()
 
 
 def explore(
@@ -88,10 +78,10 @@ def explore(
     starts = list(range(len(stages)))  # the first stage of the group that stage i is in
     traits: list[Traits] = []
     changes_first = False
-    wants: Sequence[bool] | None = wants_of(tensors_of(sample))  # gradients; None if not known
+    wants: Sequence[bool] | None = wants_of(tensors_in(sample))  # gradients; None if not known
     moved: set[int] = set()  # storages of buffers that some stage changes
     for i, stage in enumerate(stages):
-        inputs = tensors_of(state)
+        inputs = tensors_in(state)
         versions = [tensor._version for tensor in inputs]
         # By value: batch norm's kernels change statistics behind the versions' back.
         buffers = [(m, k, b, b._version, b.detach().clone()) for m, k, b in scopes[i].buffers()]
@@ -193,7 +183,7 @@ def _look_with_graph(
     bits: list[_Bits] = []  # of those
     buffers: set[int] = set()  # statistics, which batch norm saves before it updates them
     drawn, seeded = trait.draws, set[str]()
-    plain = tensors_of(result)
+    plain = tensors_in(result)
 
     def see(tensor: Tensor) -> None:
         kept.append(itself(tensor))
@@ -203,10 +193,10 @@ def _look_with_graph(
         with around.again(), disturbed, torch.enable_grad():
             buffers.update(address(b) for _, _, b in buffers_among(around.found.modules))
             buffers.discard(0)  # of those whose memory is not seen
-            return tensors_of(stage(_wanting(given, wants)))
+            return tensors_in(stage(_wanting(given, wants)))
 
     # Lengths of nested tensors have names, which are others each time they are made.
-    unhooked = any(t.is_nested for t in (*plain, *tensors_of(given)))
+    unhooked = any(t.is_nested for t in (*plain, *tensors_in(given)))
     saved = Saved(see)
     try:
         with saved:
@@ -283,7 +273,7 @@ def _wanting(state: object, wants: Sequence[bool] | None) -> object:
 def _storages(state: object) -> dict[int, StorageWeakRef]:
     return {
         key: StorageWeakRef(storage)
-        for tensor in tensors_of(state)
+        for tensor in tensors_in(state)
         for key, storage in storages_of(tensor).items()
     }
 

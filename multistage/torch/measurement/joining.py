@@ -22,8 +22,7 @@ from torch import Tensor
 from ...actions import Action, Advance, EndForward, Free, Load, Put, Reverse, Save, Tape
 from ..environment.scope import Found, Scope, merged
 from ..environment.states import leaves_of
-from .sizes import ApartError, Count, Sizes
-from .traits import Traits
+from .traits import ApartError, Count, Sizes, Traits
 
 Calls: TypeAlias = Sequence[Callable[..., object]]
 _MOST_NAMES = 3  # in the name of a stretch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tensors.checksums import Digests
-from .sizes import Count
+from .traits import Count
 
 # Of a tensor that a stage saves: shape, dtype, strides, which parameter or buffer it is
 # (None: none of them), and how many nodes the stage's graph had by then.
@@ -195,12 +195,17 @@ class Caught:
             raise Complete
         if self.count is not None:
             self.count.add(tensor)
-        kind = kind_of(tensor, self.places, self.begun)
-        kinds.append(kind)
+        nodes, place = _sequence_nr() - self.begun, None
+        if tensor.layout is _STRIDED and not tensor.is_nested:
+            if type(tensor) in _PLAIN_TENSORS:
+                place = self.places.get(tensor.data_ptr())
+            kinds.append((tensor.shape, tensor.dtype, tensor.stride(), place, nodes))
+        else:
+            kinds.append((torch.Size(), tensor.dtype, (), None, nodes))
         if self.digests is not None:
             # Parameters have checksums of their own; and kernels do not fill their workspaces
             # (oneDNN's LSTM).
-            skipped = kind[3] is not None or (kind[1] is torch.uint8 and tensor.dim() == 1)
+            skipped = place is not None or (tensor.dtype is torch.uint8 and tensor.dim() == 1)
             self.sums.append(None if skipped else self.digests.of(tensor))
         if self.holds:
             self.tape.append(itself(tensor))
@@ -219,15 +224,6 @@ _sequence_nr: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr"
 def nodes_made() -> int:
     """Return how many nodes of graphs this thread has made."""
     return _sequence_nr()
-
-
-def kind_of(tensor: Tensor, places: dict[int, int], begun: int) -> Kind:
-    """Return what identifies a saved tensor: form, place and node."""
-    nodes = _sequence_nr() - begun
-    if tensor.layout is not _STRIDED or tensor.is_nested:
-        return torch.Size(), tensor.dtype, (), None, nodes
-    place = places.get(tensor.data_ptr()) if type(tensor) in _PLAIN_TENSORS else None
-    return tensor.shape, tensor.dtype, tensor.stride(), place, nodes
 
 
 _STRIDED = torch.strided

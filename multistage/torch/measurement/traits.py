@@ -1,14 +1,203 @@
-"""What a stage does besides computing its output."""
+"""What a stage does besides computing its output, and the bytes that it may save and return.
+
+A plan holds for the sizes that were profiled.  What decides them need not be a
+shape: a number in the state, an attribute that `forward` branches on, a coin, the
+values of a mask.  So the bytes that a stage returns are compared on every run,
+and those that it saves on every run in which a hook sees them anyway, or in which
+anything but tensors' values is other than in a run that was counted before.  A run
+that exceeds them ends before there is more.
+
+Bytes are counted as a hook sees them, a tensor that is saved twice counting twice:
+they serve to be compared with one another.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from ..environment.holders import LEAVES
 from ..environment.scope import Scope
-from .sizes import Sizes
+from ..tensors.meter import storages_of
+
+_MOST_KNOWN = 16  # ways to run of which the sizes are known
+
+
+class OnceMore(BaseException):
+    """A forward sweep that is undone has to be run once more, another way.
+
+    Raised in the middle of a stage, before it takes more memory.  No Exception, which a
+    stage may catch for reasons of its own.
+    """
+
+
+class ApartError(OnceMore):
+    """Stages that were run as one have to be run one by one."""
+
+
+class UnforeseenError(OnceMore):
+    """A stage draws random numbers that is not known to: every stage is to be watched."""
+
+
+class LargerError(OnceMore):
+    """A stage saves or returns more than is planned for.
+
+    Parameters
+    ----------
+    stage : int
+    does : {"saves", "returns"}
+    planned, seen : int
+        Bytes.
+    """
+
+    def __init__(self, stage: int, does: str, planned: int, seen: int) -> None:
+        super().__init__(stage, does, planned, seen)
+        self.stage, self.does, self.planned, self.seen = stage, does, planned, seen
+        self.what = f"{does} {seen} bytes or more, and the plan is for {planned}"
+
+
+def bytes_of(leaves: Sequence[object]) -> int:
+    """Return the bytes of the tensors among some values."""
+    return sum([nbytes_of(x) for x in leaves if isinstance(x, Tensor)])
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements, or of its parts if it is sparse."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    return sum(storage.nbytes() for storage in storages_of(tensor).values())
+
+
+@dataclass(slots=True)
+class Sizes:
+    """The bytes of one stage that its plan is for, and the ways to run that were counted.
+
+    Attributes
+    ----------
+    output_bytes, saved_bytes : int or None
+        The limit; None until the first run.
+    varies : bool
+        Whether sizes depend on the values of tensors, so that every run is counted.
+    """
+
+    output_bytes: int | None = None
+    saved_bytes: int | None = None
+    varies: bool = False
+    _known: set[object] = field(default_factory=set)
+
+    def fresh(self) -> Sizes:
+        """Return the same bytes, with no run counted yet."""
+        return Sizes(self.output_bytes, self.saved_bytes, self.varies)
+
+    def at_least(self, other: Sizes) -> Sizes:
+        """Return the larger bytes of two, with no run counted yet."""
+        return Sizes(
+            _largest(self.output_bytes, other.output_bytes),
+            _largest(self.saved_bytes, other.saved_bytes),
+            self.varies or other.varies,
+        )
+
+    def no_more_than(self, other: Sizes) -> bool:
+        """Whether neither of the bytes is more than another's."""
+        return (self.output_bytes or 0) <= (other.output_bytes or 0) and (
+            self.saved_bytes or 0
+        ) <= (other.saved_bytes or 0)
+
+    def more_by(self, saved: int, returned: int) -> Sizes:
+        """Return more bytes, which vary from run to run."""
+        return Sizes(
+            (self.output_bytes or 0) + returned, (self.saved_bytes or 0) + saved, varies=True
+        )
+
+    @staticmethod
+    def way(leaves: Sequence[object], environment: int) -> object:
+        """Return what decides sizes in a run, beside shapes: None if it cannot be remembered.
+
+        Parameters
+        ----------
+        leaves : sequence
+            Of the stage's input.
+        environment : int
+            A number of what the stage refers to; see `Found`.
+        """
+        values = tuple([x for x in leaves if not isinstance(x, Tensor)])
+        if values and not all(isinstance(x, LEAVES) for x in values):
+            return None
+        return environment, values
+
+    def knows(self, way: object) -> bool:
+        """Whether a run of this way was counted, and another saves as much."""
+        return not self.varies and way in self._known
+
+    def counted(self, way: object, saved_bytes: int) -> None:
+        """Note the bytes that a whole run saved."""
+        if self.saved_bytes is None:
+            self.saved_bytes = saved_bytes
+        if way is None or self.varies:
+            return
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known.add(way)
+
+    def returned(self, number: int, leaves: Sequence[object]) -> None:
+        """Compare the bytes that a stage returned.
+
+        Raises
+        ------
+        LargerError
+            If they are more than planned for.
+        """
+        nbytes = bytes_of(leaves)
+        if self.output_bytes is None:
+            self.output_bytes = nbytes
+        elif nbytes > self.output_bytes:
+            raise LargerError(number, "returns", self.output_bytes, nbytes)
+
+
+def _largest(one: int | None, other: int | None) -> int | None:
+    return other if one is None else one if other is None else max(one, other)
+
+
+class Count:
+    """Counts what one run of a stage saves.
+
+    Parameters
+    ----------
+    number : int
+        Of the stage.
+    sizes : Sizes
+    """
+
+    __slots__ = ("_before", "_number", "_sizes", "nbytes")
+
+    def __init__(self, number: int, sizes: Sizes) -> None:
+        self._number, self._sizes = number, sizes
+        self.nbytes = self._before = 0
+
+    def begin(self, sizes: Sizes) -> None:
+        """Count what follows for the next of several stages that run as one."""
+        self._sizes, self._before = sizes, self.nbytes
+
+    def end(self) -> None:
+        """Note what one of several stages saved, if that is not known yet."""
+        if self._sizes.saved_bytes is None:
+            self._sizes.saved_bytes = self.nbytes - self._before
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor.
+
+        Raises
+        ------
+        LargerError
+            If the stage has saved more than planned for.
+        """
+        self.nbytes += nbytes_of(tensor)
+        most, seen = self._sizes.saved_bytes, self.nbytes - self._before
+        if most is not None and seen > most:
+            raise LargerError(self._number, "saves", most, seen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..tensors.meter import Meter, storages_of
-from .sizes import nbytes_of
+from .traits import nbytes_of
 
 _APART = 8  # iterations 2 and 3, 16 and 17, 128 and 129: a meter slows small operations down
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 import torch
-from torch import nn
 
 from ...actions import Get, Put
 from ...errors import BudgetError
@@ -19,8 +18,8 @@ from ...planners.chain.heterogeneous import ChainPlan, plan_chain
 from ...support.free_memory import default_budget_bytes
 from ...support.units import format_bytes
 from ..chains.hooking import hooks_s
-from ..measurement.exploring import tensors_of
-from ..measurement.measure import Profile, sharded
+from ..environment.states import tensors_in
+from ..measurement.measure import Profile
 from ..tiers.tiered import Tiered
 from .limited import LimitedModule, is_plain, sends
 
@@ -227,7 +226,7 @@ def limit_of(sequential: LimitedModule, state: object) -> int | str | float | No
     chain = sequential._multistage
     if chain.memory is not None or chain.planner == "store-all":
         return chain.memory
-    tensors = [*tensors_of(state), *sequential.parameters()]
+    tensors = [*tensors_in(state), *sequential.parameters()]
     for tensor in tensors:
         if tensor.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(tensor.device)
@@ -254,13 +253,6 @@ def held_by_caller(costs: StageCosts) -> StageCosts:
         costs,
         stages=(*costs.stages[:-1], held),
         input_bytes=costs.input_bytes + last.output_bytes,
-    )
-
-
-def is_collective(model: nn.Module) -> bool:
-    """Whether ranks run stages together (FSDP2, SyncBatchNorm) and must follow one plan."""
-    return sharded(model.parameters()) or any(
-        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
     )
 
 

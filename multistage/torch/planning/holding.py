@@ -23,10 +23,9 @@ from ..environment.turns import TURN
 from ..measurement.both_ways import Both, NotAlone
 from ..tensors.meter import Meter
 from ..tiers.stowage import CannotTravel
-from .choosing import device_of, held_by_caller, is_collective
-from .fitting import fitted
-from .limited import Call, LimitedModule, Planned, replaced, sends, whole
-from .running import run
+from .choosing import device_of, held_by_caller
+from .limited import Call, LimitedModule, Planned, is_collective, replaced, sends, whole
+from .running import fitted, run
 
 _log = logging.getLogger(__name__)
 _MOST_PLANS = 12  # for one input

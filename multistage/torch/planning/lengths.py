@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 
 from ...model.stages import Stage, StageCosts
 from ..measurement.measure import Profile
-from ..measurement.sizes import Sizes
+from ..measurement.traits import Sizes
 from .limited import Kind, Planned
 
 _NEAR = 2  # times a measured length, or a part of it: what is estimated is not further away

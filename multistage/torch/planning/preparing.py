@@ -15,20 +15,20 @@ from ..environment.turns import TURN
 from ..measurement.checking import Checked, check_chain, room_for_tapes
 from ..measurement.joining import Running
 from ..measurement.measure import Profile, measure_stages
-from ..measurement.sizes import Sizes
+from ..measurement.traits import Sizes
 from ..measurement.watching import Seen
 from ..tiers.stowage import CannotTravel
 from ..tiers.tiered import Tiered
-from .choosing import PAYS, chosen, is_collective, limit_of
-from .fitting import fitted, with_sizes
+from .choosing import PAYS, chosen, limit_of
 from .holding import corrected, within_limit
-from .kinds import kind_of_call
 from .lengths import estimated
 from .limited import (
     Kind,
     Limited,
     LimitedModule,
     Planned,
+    is_collective,
+    kind_of_call,
     names_of,
     replaced,
     run_plain,
@@ -37,7 +37,7 @@ from .limited import (
     use,
     whole,
 )
-from .running import run
+from .running import fitted, run, with_sizes
 
 # Kinds of input whose plans are remembered, those used last, and traces of each.
 _KINDS = 256

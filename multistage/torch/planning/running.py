@@ -1,28 +1,181 @@
-"""One call of a chain by its plan, made again where the input shows that it does not hold."""
+"""A plan for stages as measured, and a call by it, made again where an input is larger."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from ...errors import BudgetError
+import torch
+
+from ...errors import ArgumentError, BudgetError
 from ...execute.late import Stages
+from ...model.stages import StageCosts
 from ...planners.chain.heterogeneous import ChainPlan
 from ...schedule.rules import Rules
 from ..chains.runner import Run
 from ..environment.hidden_draws import refuse_hidden_draws
 from ..environment.scope import Found
-from ..environment.states import leaves_of
-from ..measurement.exploring import tensors_of
-from ..measurement.sizes import ApartError, LargerError, Sizes, UnforeseenError
+from ..environment.states import leaves_of, tensors_in
+from ..environment.turns import TURN
+from ..measurement.checking import Checked
+from ..measurement.measure import SECONDS, Profile, measure_stages
+from ..measurement.traits import ApartError, LargerError, Sizes, UnforeseenError
 from ..tiers.stowage import Berth
-from .choosing import device_of
-from .fitting import for_larger
-from .kinds import facts_of
-from .limited import Limited, LimitedModule, Planned, is_plain, run_plain, sends
+from .choosing import chosen, device_of, limit_of, of_rank_0
+from .limited import (
+    Limited,
+    LimitedModule,
+    Planned,
+    facts_of,
+    is_plain,
+    names_of,
+    replaced,
+    run_plain,
+    sends,
+    stages_of,
+)
 
 _log = logging.getLogger(__name__)
+_BYTES = (
+    "output_bytes",
+    "tape_bytes",
+    "gradient_bytes",
+    "forward_overhead_bytes",
+    "tape_overhead_bytes",
+    "backward_overhead_bytes",
+)
+
+
+def measured(
+    sequential: LimitedModule,
+    state: object,
+    *,
+    seconds: float = SECONDS,
+    costs: StageCosts | None = None,
+) -> list[Profile]:
+    """Profile the stages of a chain; see `measure` and `Stages.counted`."""
+    stages, names = stages_of(sequential), names_of(sequential)
+    return counted(sequential, measure_stages(stages, names, state, seconds=seconds, costs=costs))
+
+
+def counted(sequential: LimitedModule, profile: Profile) -> list[Profile]:
+    """Return a profile by all ways to count what passes several cuts."""
+    chain = sequential._multistage
+    found = chain.graph or chain.traced
+    return [profile] if found is None or chain.costs is not None else found.counted(profile)
+
+
+def fitted(sequential: LimitedModule, state: object, found: Profile, together: bool) -> Planned:
+    """Return the best plan for stages as measured, unchecked."""
+    traced = sequential._multistage.traced
+    profiles = counted(sequential, found)
+    if together:
+        profiles = [replace(each, costs=of_rank_0(each.costs)) for each in profiles]
+    profile, plan = chosen(sequential, profiles, limit_of(sequential, state), together)
+    _refuse_unhooked(profile, plan)
+    if plan.memory_bytes is not None and device_of(sequential).type == "cpu":
+        _tell_of_resident_memory()
+    # Where there is room for twice as much, values of tensors are not thought to decide.
+    roomy = plan.memory_bytes is None or plan.memory_bytes >= 2 * plan.plain_bytes
+    varies = not roomy and any(t.sizes.varies for t in profile.traits if t.sizes is not None)
+    return Planned(
+        stages_of(sequential), traced, profile, found, plan, Checked("off"), Sizes(varies=varies)
+    )
+
+
+@functools.cache
+def _tell_of_resident_memory() -> None:
+    """Say once in a process what the limit of a chain does not count: memory that glibc keeps."""
+    # Not changed here: each allocation of the whole process would be slower.
+    if "CS_GNU_LIBC_VERSION" in os.confstr_names and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        _log.info(
+            "the memory limit counts tensors; glibc may keep several times as much resident after "
+            "they are freed, unless the process is started with MALLOC_MMAP_THRESHOLD_=65536, "
+            "which is slower"
+        )
+
+
+def with_sizes(profile: Profile, sizes: Sequence[Sizes | None]) -> Profile:
+    """Return a profile with these sizes of its stages."""
+    traits = [replace(t, sizes=each) for t, each in zip(profile.traits, sizes, strict=True)]
+    return replace(profile, traits=tuple(traits))
+
+
+def _refuse_unhooked(profile: Profile, plan: ChainPlan) -> None:
+    """Refuse plans that run stages again whose tape only torch itself can make."""
+    for i in sorted({*range(len(profile.traits))} - {*plan.kept}):
+        if profile.traits[i].unhooked:
+            raise ArgumentError(
+                f"stage {profile.traits[i].name} computes gradients by torch.func, or with nested "
+                "tensors, which do not work under saved-tensor hooks, so that it cannot be run "
+                f"again within {plan.memory_bytes} bytes; use torch.autograd.grad(..., "
+                "create_graph=True) or padded tensors, or raise the limit to "
+                f"{plan.plain_bytes}, where every tape is kept"
+            )
+
+
+def for_larger(
+    sequential: LimitedModule, planned: Planned, state: object, larger: LargerError
+) -> Planned:
+    """Return a plan for an input with which a stage saves or returns more than planned for.
+
+    Raises
+    ------
+    BudgetError
+        If there is none; it names the stage.
+    """
+    chain = sequential._multistage
+    name = planned.profile.traits[larger.stage].name
+    cause = f"stage {name} {larger.what}, which is of another input of the same kind"
+    if chain.costs is not None or not chain.replan or planned.profile.traits[0].changes_input:
+        raise BudgetError(
+            f"{cause}; numbers in the state, attributes and values of tensors decide its size: "
+            "give prepare(), or profile, the input that needs most, or let the chain plan again "
+            "(replan=True, no costs=, and a first stage that does not write to its input)"
+        )
+    with TURN.taken(), torch.enable_grad():
+        found = measure_stages(planned.stages, names_of(sequential), state)
+        found = _at_least(found, planned.measured, larger)
+        try:
+            anew = fitted(sequential, state, found, together=False)
+        except BudgetError as error:
+            raise BudgetError(f"{cause}: {error}") from error
+    anew = replace(anew, checked=planned.checked)
+    _log.info("%s: planned again", cause)
+    return replaced(chain, planned, anew)
+
+
+def _at_least(now: Profile, before: Profile, larger: LargerError) -> Profile:
+    """Return a profile with the larger bytes of two, those of one stage larger than before."""
+    if len(now.traits) != len(before.traits):
+        return now
+    stages, sizes = list(now.costs.stages), [t.sizes or Sizes() for t in now.traits]
+    for i, (a, b) in enumerate(zip(stages, before.costs.stages, strict=True)):
+        stages[i] = replace(a, **{n: max(getattr(a, n), getattr(b, n)) for n in _BYTES})
+        sizes[i] = sizes[i].at_least(before.traits[i].sizes or Sizes())
+    at = larger.stage
+    if sizes[at].no_more_than(before.traits[at].sizes or Sizes()):
+        # By chance it was small when it was measured: its largest size is not known.
+        more = max(larger.seen - larger.planned, larger.planned // 4)
+        returned = more if larger.does == "returns" else 0
+        stages[at] = replace(
+            stages[at],
+            output_bytes=stages[at].output_bytes + returned,
+            tape_bytes=stages[at].tape_bytes + more,
+        )
+        sizes[at] = sizes[at].more_by(more - returned, returned)
+    costs = replace(
+        now.costs,
+        stages=tuple(stages),
+        input_bytes=max(now.costs.input_bytes, before.costs.input_bytes),
+    )
+    return with_sizes(replace(now, costs=costs), sizes)
+
+
 _MOST_PLANS = 4  # for each stage and input, if they are larger each time
 
 
@@ -47,7 +200,7 @@ def run(
     if metered is None and planned.runs_plainly(way):
         return run_plain(sequential, state)
     if metered is not None:
-        metered.given(tensors_of(state), found.tensors)
+        metered.given(tensors_in(state), found.tensors)
     for _ in range(2 * (1 + _MOST_PLANS * len(planned.profile.groups))):
         profile = planned.profile
         if not is_plain(planned.plan):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import BudgetError
-from ..measurement.exploring import tensors_of
+from ..environment.states import tensors_in
 from ..measurement.saved import nodes_made
 from ..tensors.graphs import graph_weight
 from ..tensors.meter import Meter
@@ -138,7 +138,7 @@ class Allowance:
         meter = Meter(device) if self.by_values else None
 
         def judge(outputs: object) -> None:
-            ys = tensors_of(outputs)
+            ys = tensors_in(outputs)
             if meter is not None:
                 self._require(steps, meter.bytes_but(ys))
                 return

@@ -18,8 +18,8 @@ from ...errors import StateError
 from ..environment.captured import Environment
 from ..environment.randomness import Generators, device_types
 from ..environment.settings import Autocast, autocast, leave_hooks_alone
+from ..environment.states import tensors_in
 from ..measurement.checking import Check, complain
-from ..measurement.exploring import tensors_of
 from ..tensors.checksums import checksum
 from ..tensors.graphs import Used, Walked, graph_begins, graph_weight, held_elsewhere, leaves_below
 from ..tensors.meter import storages_of
@@ -338,7 +338,7 @@ class Explorer:
         # Copies, so that a cell that writes to its state is found out, not stopped by autograd.
         copies: list[Tensor] = [_Copy.apply(t) for t in given]
         versions = [t._version for t in copies]
-        saved = Saved([*copies, *self._known, *tensors_of(x)])
+        saved = Saved([*copies, *self._known, *tensors_in(x)])
         with contextlib.nullcontext() if self._unhooked else saved:
             result: Any = cell.call(pytree.tree_unflatten(copies, spec), x)
         for tensor, version in zip(copies, versions, strict=True):
@@ -383,7 +383,7 @@ class Explorer:
             changed,
             found,
             (*graph_weight(roots, begun, [t.grad_fn for t in copies]), saved.nbytes),
-            tuple(kind_of(t) for t in tensors_of(x)),
+            tuple(kind_of(t) for t in tensors_in(x)),
             any(t._backward_hooks for t in copies),
             walked.used,
         )

@@ -27,8 +27,8 @@ from ...support.progress import Bars
 from ..environment.captured import generators_of
 from ..environment.hidden_draws import refuse_hidden_draws
 from ..environment.randomness import cuda_or_cpu
+from ..environment.states import tensors_in
 from ..measurement.checking import Check, Checked, check_chain
-from ..measurement.exploring import tensors_of
 from ..measurement.stand_ins import hooks_silent
 from ..tensors.meter import Meter
 from ..tiers.by_name import open_tiers
@@ -66,7 +66,7 @@ def unroll_varied(
     """Run a sequence of steps that differ; the arguments are those of `unroll`."""
     leaves = pytree.tree_leaves(state)
     inputs.shared_with(leaves)
-    generators = generators_of([cells.scope], [*tensors_of(state), *inputs.held()])
+    generators = generators_of([cells.scope], [*tensors_in(state), *inputs.held()])
     with looking():
         survey = Survey(
             cells,
