@@ -67,12 +67,12 @@ class Geometry:
     neg: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Geometry:
-        """Return that of a plain tensor."""
+    def of(cls, tensor: Tensor, offset: int | None = None) -> Geometry:
+        """Return that of a plain tensor, which begins at another element if one is given."""
         return cls(
             tensor.shape,
             tensor.stride(),
-            int(tensor.storage_offset()),
+            int(tensor.storage_offset()) if offset is None else offset,
             tensor.dtype,
             tensor.is_conj(),
             tensor.is_neg(),
@@ -101,6 +101,11 @@ class Geometry:
                 return False
             expected *= size
         return True
+
+    @property
+    def is_row(self) -> bool:
+        """Whether its elements fill the hull, each once, in whatever order of axes."""
+        return self.is_dense and self.distinct == self.size
 
     @property
     def goes_as_hull(self) -> bool:
@@ -161,9 +166,17 @@ class Geometry:
 
     def on(self, root: Tensor, shift: int) -> Tensor:
         """Return the tensor on a row of bytes, with whose version counter it counts."""
-        tensor = _typed(root, self.dtype)
-        offset = self.offset + shift // self.dtype.itemsize
-        tensor = tensor.as_strided(self.size, self.stride, offset)
+        return self.read(_typed(root, self.dtype), self.offset + shift // self.dtype.itemsize)
+
+    def read(self, row: Tensor, offset: int | None = None) -> Tensor:
+        """Return the tensor on a row of elements, from an element of the storage on.
+
+        Parameters
+        ----------
+        offset : int, optional
+            Of its first element in the storage; where the row begins if not given.
+        """
+        tensor = row.as_strided(self.size, self.stride, offset)
         if self.conj:
             tensor = tensor.conj()
         return torch._neg_view(tensor) if self.neg else tensor

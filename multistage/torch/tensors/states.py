@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import StateError
 from ...states.layout import Layout
 from ...states.slots import Kept
-from .geometry import ALIGN_BYTES
+from .geometry import ALIGN_BYTES, Geometry
 
 Adjoint = TypeVar("Adjoint")
 Bytes: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
@@ -32,82 +32,48 @@ Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a tensor reads its memory, without its values.
-
-    Kernels choose their way, and so their rounding, by strides, by alignment and by the
-    lazy bits.  A copy has them all.
+    """How a tensor reads its memory, and how that is aligned, without its values.
 
     Attributes
     ----------
-    size, stride, dtype, device
+    where : Geometry
+    device : torch.device
     align_bytes : int
         Of its first element, modulo 64 in host memory.
-    conj, neg : bool
-        The lazy bits.
     """
 
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    where: Geometry
     device: torch.device
     align_bytes: int
-    conj: bool
-    neg: bool
 
     @classmethod
     def of(cls, tensor: Tensor) -> Shape:
         """Return that of a tensor."""
-        return cls(
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.device,
-            tensor.data_ptr() % _aligned_to(tensor.device),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the elements fill a stretch of memory, in whatever order of axes."""
-        expected = 1
-        for stride, size in sorted(zip(self.stride, self.size, strict=True)):
-            if size == 1:
-                continue
-            if stride != expected:
-                return False
-            expected *= size
-        return True
+        align_bytes = tensor.data_ptr() % _aligned_to(tensor.device)
+        return cls(Geometry.of(tensor, offset=0), tensor.device, align_bytes)
 
     def on(self, row: Tensor) -> Tensor:
         """Return the tensor whose elements lie in a row: on that memory where it serves."""
-        row = row.view(self.dtype)
-        dense = self.is_dense or not row.numel()
-        if dense and row.data_ptr() % _aligned_to(row.device) == self.align_bytes:
-            tensor = row.as_strided(self.size, self.stride)
-        elif dense:
-            tensor = self._room(row.numel()).copy_(row).as_strided(self.size, self.stride)
+        where, most = self.where, _aligned_to(self.device)
+        row = row.view(where.dtype)
+        if row.numel() and not where.is_row:
+            # A tensor that repeats elements, by a stride of 0, is written to once.
+            memory = self._room(where.hull[1] - where.hull[0])
+            values = row.view(where.size)[tuple([slice(n) for n in where.distinct])]
+            memory.as_strided(where.distinct, where.stride).copy_(values)
+        elif row.data_ptr() % most == self.align_bytes:
+            memory = row
         else:
-            tensor = self._with_gaps(row.view(self.size))
-        if self.conj:
-            tensor = tensor.conj()
-        return torch._neg_view(tensor) if self.neg else tensor
+            memory = self._room(row.nbytes).copy_(row)
+        return where.read(memory)
 
-    def _with_gaps(self, values: Tensor) -> Tensor:
-        pairs = list(zip(self.size, self.stride, strict=True))
-        room = self._room(1 + sum((n - 1) * s for n, s in pairs))
-        # A tensor that repeats elements, by a stride of 0, is written to once.
-        once = room.as_strided([n if s else 1 for n, s in pairs], self.stride)
-        once.copy_(values[tuple([slice(None) if s else slice(1) for _, s in pairs])])
-        return room.as_strided(self.size, self.stride)
-
-    def _room(self, count: int) -> Tensor:
+    def _room(self, nbytes: int) -> Tensor:
         """Return a new row of elements with the alignment of the tensor."""
-        nbytes, most = count * self.dtype.itemsize, _aligned_to(self.device)
+        dtype, most = self.where.dtype, _aligned_to(self.device)
         blank = torch.empty(nbytes + most, dtype=torch.uint8, device=self.device)
         start = (self.align_bytes - blank.data_ptr()) % most
-        start -= start % self.dtype.itemsize
-        return blank[start : start + nbytes].view(self.dtype)
+        start -= start % dtype.itemsize
+        return blank[start : start + nbytes].view(dtype)
 
 
 def _aligned_to(device: torch.device) -> int:
@@ -121,7 +87,7 @@ def row_of(tensor: Tensor) -> Tensor:
         tensor = torch._neg_view(tensor)  # the numbers in memory
     if tensor.is_conj():
         tensor = tensor.conj()
-    if not Shape.of(tensor).is_dense:
+    if not Geometry.of(tensor).is_row:
         tensor = tensor.contiguous()
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
@@ -205,7 +171,7 @@ def kind_of_part(part: Part) -> Kind:
     """Return what a part of a state is but for its values."""
     if isinstance(part, Tensor):
         return kind_of(part)
-    return part.shape.size, part.shape.dtype, part.shape.device
+    return part.shape.where.size, part.shape.where.dtype, part.shape.device
 
 
 def said(kind: Kind) -> str:
