@@ -22,11 +22,10 @@ import numpy as np
 from benchmarks._common import finish, options
 from multistage import Costs, Reversal, Stage, StageCosts
 from multistage.backends.medium import Ram
-from multistage.backends.paged import PagedStore
 from multistage.backends.streamed import StreamedStore
 from multistage.execute.late import Late
 from multistage.model.tier import Tier
-from multistage.states.layout import Array
+from multistage.states.layout import Array, Layout
 
 SLOWER = (1.5, 3.0, 10.0, 50.0)
 PLACES = (0.0, 0.25, 0.5)
@@ -102,7 +101,7 @@ class Problem:
             ]
             costs = StageCosts(tuple(stages), 8 * self.sizes[0])
             room = int(_SHARE * 8 * sum(self.sizes))
-            buffers = PagedStore(store, 8 * max(self.sizes)).buffer_bytes() if tier else 0
+            buffers = store.buffer_bytes(Layout.up_to(8 * max(self.sizes))) if tier else 0
             given |= {"costs": costs, "memory": room + buffers}
         return Reversal(self.step, self.back, **given)
 

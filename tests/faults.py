@@ -190,6 +190,7 @@ class FaultyMedium:
         read: Callable[[Medium, int, Array], None] | None = None,
     ) -> None:
         self._inner, self._write, self._read = inner, write, read
+        self.begin, self.free = inner.begin, inner.free
 
     def write(self, slot: int, offset: int, data: Array) -> None:
         if self._write is None:

@@ -60,8 +60,8 @@ def on_time() -> Any:
 class Stopping(Ram):
     """Moves no bytes in one direction from the n-th transfer on, until it is released."""
 
-    def __init__(self, extent_bytes: int, stops: str, after: int, gate: threading.Event) -> None:
-        super().__init__(extent_bytes)
+    def __init__(self, stops: str, after: int, gate: threading.Event) -> None:
+        super().__init__()
         self._stops, self._left, self._gate = stops, after, gate
 
     def _pass(self, kind: str) -> None:

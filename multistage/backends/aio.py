@@ -26,12 +26,11 @@ class AioFiles:
     Parameters
     ----------
     folder : Path
-    extent_bytes : int
     dir_fd : int or None
         `folder` itself, if it is open: its name is not looked up again then.
     """
 
-    def __init__(self, folder: Path, extent_bytes: int, *, dir_fd: int | None = None) -> None:
+    def __init__(self, folder: Path, *, dir_fd: int | None = None) -> None:
         import asyncio
         from concurrent.futures import ThreadPoolExecutor
 
@@ -42,6 +41,12 @@ class AioFiles:
         self._folder = folder if dir_fd is None else Path()
         self._opener = partial(_private, dir_fd=dir_fd)
         self._loops: dict[int, tuple[asyncio.AbstractEventLoop, ThreadPoolExecutor]] = {}
+
+    def begin(self, slot: int, nbytes: int) -> None:
+        """Do nothing: `write` makes a file, or another one of what the number meant before."""
+
+    def free(self, slot: int) -> None:
+        """Do nothing: the file is written over."""
 
     def write(self, slot: int, offset: int, data: Array) -> None:
         self._run(self._write(self._folder / f"{slot}", offset, data))

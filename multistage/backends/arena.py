@@ -113,8 +113,14 @@ class LandingPool:
         self._next = 0
         self._shared = False
 
-    def take(self) -> Array:
-        """Return a buffer to which nothing else refers."""
+    def take(self, nbytes: int | None = None) -> Array:
+        """Return a buffer to which nothing else refers, for so many bytes of the usual ones.
+
+        One of its own size is not kept: for more bytes, or for few of those of a large one.
+        """
+        least = self._nbytes // 2 if self._nbytes >= _HUGE else 0
+        if nbytes is not None and not least <= nbytes <= self._nbytes:
+            return pages(nbytes, touch=False)
         try:
             area, at = self._idle.pop()
         except IndexError:

@@ -103,7 +103,7 @@ class Store(Protocol):
     name : str
         Shown in tables, for example `"file"`.
     queue_depth : int
-        Writes that may be waiting or in flight before `put` refuses.
+        Writes that may be waiting or in flight before `put` refuses; may be set before `open`.
     stats : StoreStats
 
     Notes
@@ -161,11 +161,6 @@ class Store(Protocol):
         """
         ...
 
-    @property
-    def counts_reads(self) -> bool:
-        """Whether `buffer_bytes` includes states that are read ahead."""
-        ...
-
     def parts(self) -> Sequence[Store]:
         """Return this store and every store it is built on: they belong to the same run."""
         ...
@@ -179,7 +174,10 @@ class Store(Protocol):
         ...
 
     def buffer_bytes(self, layout: Layout) -> int:
-        """Return the bytes of I/O buffers the store will hold for such states."""
+        """Return the bytes of I/O buffers the store will hold for such states.
+
+        If they vary, those of four that are read ahead included, or of one of 2 MiB and more.
+        """
         ...
 
     def capacity_states(self, layout: Layout) -> int | None:
@@ -188,22 +186,17 @@ class Store(Protocol):
 
     # Its life.
 
-    def read_in_order(self, depth: int) -> None:
-        """Prepare, before `open`, for records that are read in the order they were written.
-
-        `depth` writes should then be able to wait, and no record should be read
-        because its neighbour is.  A store may ignore it.
-        """
-        ...
-
     def open(self, layout: Layout) -> None:
         """Allocate buffers, start threads, prepare the tier for states of `layout`.
+
+        Where that is `Layout.up_to` some bytes, each state may have arrays of its own number,
+        shapes and dtypes, and `get` returns such.
 
         Raises
         ------
         StoreError
-            If the tier cannot be used, with the reason and the remedy; or if
-            the store is open: it holds another run's checkpoints.
+            If the tier cannot be used, with the reason and the remedy; if it takes equal states
+            alone and these vary; or if the store is open: it holds another run's checkpoints.
         """
         ...
 
@@ -238,11 +231,8 @@ class Store(Protocol):
         """
         ...
 
-    def waits(self, lengths: Sequence[int] = ()) -> bool:
-        """Whether a `put` with `block` would wait for other writes now, as far as is known.
-
-        Of arrays of so many bytes, where things of any size are put.
-        """
+    def waits(self) -> bool:
+        """Whether a `put` with `block` would wait for other writes now, as far as is known."""
         ...
 
     def prefetch(self, key: int) -> None:
@@ -347,11 +337,6 @@ class BaseStore:
         """The stores that states move through: none but this one."""
         return ()
 
-    @property
-    def counts_reads(self) -> bool:
-        """Whether `buffer_bytes` includes states that are read ahead."""
-        return False
-
     def parts(self) -> Sequence[Store]:
         """Return this store alone."""
         return [cast(Store, self)]
@@ -362,9 +347,6 @@ class BaseStore:
     def notes(self) -> list[str]:
         """Return nothing: the counts say it all."""
         return []
-
-    def read_in_order(self, depth: int) -> None:
-        """Do nothing: records are read alike in any order."""
 
     def ended(self, key: int, timeout_s: float) -> bool:
         """Answer True: `wait_written` waits."""
@@ -377,7 +359,7 @@ class BaseStore:
     def cancel(self, key: int) -> None:
         """Do nothing: the write is made."""
 
-    def waits(self, lengths: Sequence[int] = ()) -> bool:
+    def waits(self) -> bool:
         """Answer False: `put` waits if it must."""
         return False
 

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from ..states.layout import Array, Layout
+from ..states.layout import Array
 from .arena import round_up
 from .extents import Extent
 from .lanes import Lane
@@ -36,9 +36,7 @@ Finished = Callable[[Extent, float, float, Exception | None], None]
 class Carrier(Protocol):
     """Moves whole extents; see `ThreadCarrier` and `NativeFile`."""
 
-    def start(
-        self, layout: Layout, bounce: Array | None, wrote: Finished, landed: Finished
-    ) -> None:
+    def start(self, bounce: Array | None, wrote: Finished, landed: Finished) -> None:
         """Start the threads.
 
         Parameters
@@ -62,6 +60,10 @@ class Carrier(Protocol):
 
     def queue_read(self, extent: Extent, landing: Array) -> None:
         """Queue a read, behind the extent's write if that is in flight."""
+        ...
+
+    def free(self, extent: Extent) -> None:
+        """Free the room of an extent, which is at rest.  Never blocks."""
         ...
 
     def poll(self) -> None:
@@ -126,8 +128,8 @@ class _Threads:
         self._verify = verify
         self._written = threading.Condition()  # for the reader, which waits for writes
 
-    def start(self, layout: Layout, bounce: Array | None) -> None:
-        self._layout, self._bounce = layout, bounce
+    def start(self, bounce: Array | None) -> None:
+        self._bounce = bounce
         self.writes.start(self._carry_out)
         self.reads.start(self._bring_back)
 
@@ -173,6 +175,7 @@ class _Threads:
 
     def _write(self, flight: _Flight) -> None:
         extent, data = flight.extent, flight.data
+        self.medium.begin(extent.slot, round_up(extent.nbytes))
         if data is None:
             flight.checksum = self._write_gathered(extent)
             return
@@ -196,10 +199,10 @@ class _Threads:
             offset += filled
             filled = 0
 
-        for leaf, array in zip(self._layout.leaves, extent.arrays, strict=True):
-            # The gap up to the leaf's place keeps what was there: part of the
+        for place, array in zip(extent.offsets, extent.arrays, strict=True):
+            # The gap up to the array's place keeps what was there: part of the
             # record, never looked at.
-            filled = leaf.offset - offset
+            filled = place - offset
             if filled >= room:
                 flush(last=False)
             source = array.reshape(-1).view(np.uint8)
@@ -262,12 +265,10 @@ class ThreadCarrier:
         """Where the extents lie."""
         return self._threads.medium
 
-    def start(
-        self, layout: Layout, bounce: Array | None, wrote: Finished, landed: Finished
-    ) -> None:
+    def start(self, bounce: Array | None, wrote: Finished, landed: Finished) -> None:
         """Start the threads; see `Carrier`."""
         self._wrote, self._landed = wrote, landed
-        self._threads.start(layout, bounce)
+        self._threads.start(bounce)
 
     def queue_write(self, extent: Extent, data: Array | None) -> None:
         """Queue the write of an extent's pages `data`, or of its arrays."""
@@ -281,6 +282,10 @@ class ThreadCarrier:
         flight = _Flight(extent, landing, behind)
         self._threads.reads.put(flight)
         self._reading.append(flight)
+
+    def free(self, extent: Extent) -> None:
+        """Free the room of an extent; see `Carrier`."""
+        self.medium.free(extent.slot)
 
     def poll(self) -> None:
         """Report every finished transfer.  Never blocks."""

@@ -26,11 +26,11 @@ reading it to move it fails   the checkpoints in that extent are lost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..errors import ArgumentError, StoreError
 from ..states.layout import Layout
-from .arena import round_up
+from .arena import PAGE, round_up
 from .base import Store, require_distinct
 from .levels import Levels
 from .medium import Medium
@@ -128,8 +128,9 @@ class CascadeStore(StreamedStore):
 
     def capacity_states(self, layout: Layout) -> int | None:
         """Return how many states both levels hold together, None if unbounded."""
-        slots = _slots(self, self._extent_bytes_for(layout))
-        return None if slots is None else slots * self._per_extent(layout)
+        extent_bytes = self._extent_bytes_for(layout)
+        nbytes = _room(self, extent_bytes)
+        return None if nbytes is None else nbytes // extent_bytes * self._per_extent(layout)
 
     def check(self) -> None:
         """Raise StoreError if a level cannot be used."""
@@ -145,16 +146,17 @@ class CascadeStore(StreamedStore):
 
     def medium(self, layout: Layout, extent_bytes: int) -> Medium:
         """Open both levels as one medium."""
-        upper, lower = (_slots(level, extent_bytes) for level in self._levels)
+        unit = PAGE if layout.varied else extent_bytes
+        upper, lower = (_room(level, unit) for level in self._levels)
         assert upper is not None
-        if upper < 1:
+        if upper < extent_bytes:
             raise StoreError(
                 f"tier {self.name!r}: the capacity of its upper level, "
                 f"{self._levels[0].capacity_bytes} bytes < {extent_bytes} bytes of one state; "
                 "raise it, or name the lower level alone"
             )
-        if lower is not None:  # in whole extents of each
-            self.capacity_bytes = (upper + lower) * extent_bytes
+        if lower is not None:  # in whole extents of each, or pages
+            self.capacity_bytes = upper + lower
         opened: list[Medium] = []
         try:
             for level in self._levels:
@@ -173,10 +175,6 @@ class CascadeStore(StreamedStore):
             raise
         return self._cascade
 
-    def _freer(self) -> Callable[[int], None]:
-        assert self._cascade is not None
-        return self._cascade.free
-
     def _give_back(self) -> None:
         self._cascade = None
         while self._lent:
@@ -184,9 +182,10 @@ class CascadeStore(StreamedStore):
             self._lent.pop()
 
 
-def _slots(store: StreamedStore, extent_bytes: int) -> int | None:
-    """Return how many extents a store holds, None if unbounded."""
+def _room(store: StreamedStore, extent_bytes: int) -> int | None:
+    """Return how many bytes a store holds in whole extents, None if unbounded."""
     if isinstance(store, CascadeStore):
-        upper, lower = (_slots(level, extent_bytes) for level in store._levels)
+        upper, lower = (_room(level, extent_bytes) for level in store._levels)
         return None if upper is None or lower is None else upper + lower
-    return None if store.capacity_bytes is None else store.capacity_bytes // extent_bytes
+    capacity = store.capacity_bytes
+    return None if capacity is None else capacity // extent_bytes * extent_bytes

@@ -324,6 +324,13 @@ class _Compressed:
         self._out, self._in = (pages(extent_bytes, touch=False) for _ in range(2))
         self._raw_bytes = self._stored_bytes = 0
 
+    def begin(self, slot: int, nbytes: int) -> None:
+        self._pieces[slot] = ()
+        self._inner.begin(slot, nbytes)
+
+    def free(self, slot: int) -> None:
+        self._inner.free(slot)
+
     def write(self, slot: int, offset: int, data: Array) -> None:
         before = self._pieces[slot] if offset else ()
         at = before[-1].at + round_up(before[-1].stored_bytes) if before else 0
@@ -347,6 +354,8 @@ class _Compressed:
         if not pieces or pieces[-1].stop != len(data):
             raise OSError(errno.EIO, f"extent {slot} was not written to its end")
         size = pieces[-1].at + round_up(pieces[-1].stored_bytes)
+        if size > len(self._in):  # of many small arrays, each at a multiple of 64 bytes
+            self._in = pages(size, touch=False)
         self._inner.read(slot, self._in[:size])
         for piece in pieces:
             content = self._in[piece.at : piece.at + piece.stored_bytes]

@@ -11,11 +11,15 @@ import contextlib
 import errno
 import os
 import warnings
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import SlowWarning
 from ..states.layout import Array
 from .arena import PAGE, pages
+from .extents import PagePool
+from .medium import is_full
 
 # Larger requests gain nothing and keep the interpreter from being told of signals.
 _CHUNK = 4 << 20
@@ -28,9 +32,8 @@ class DirectFile:
     Parameters
     ----------
     folder : Path
-    extent_bytes : int
     most_bytes : int or None
-        Space that may be taken ahead of use; None for no limit.
+        Of the file, whole pages; None for all there are.
     dir_fd : int or None
         `folder` itself, if it is open: the name is not looked up again then.
 
@@ -43,13 +46,14 @@ class DirectFile:
     def __init__(
         self,
         folder: Path,
-        extent_bytes: int,
         most_bytes: int | None = None,
         *,
         dir_fd: int | None = None,
     ) -> None:
-        self._extent_bytes = extent_bytes
         self._most_bytes = most_bytes
+        self._pages = PagePool(None if most_bytes is None else most_bytes // PAGE)
+        self.runs: dict[int, list[tuple[int, int]]] = {}  # the pages of each extent
+        self._gone: deque[int] = deque()  # freed, but for the writing thread to note
         self._allocated = 0
         direct = getattr(os, "O_DIRECT", 0)
         self.direct = bool(direct)
@@ -81,18 +85,48 @@ class DirectFile:
         """The descriptor, -1 once closed."""
         return self._fd
 
-    def write(self, slot: int, offset: int, data: Array) -> None:
-        end = (slot + 1) * self._extent_bytes
-        if end > self._allocated:
-            self._grow(end)
-        position = slot * self._extent_bytes + offset
+    def begin(self, slot: int, nbytes: int) -> None:
+        while self._gone:
+            self._pages.give(self.runs.pop(self._gone.popleft(), ()))
+        self._pages.give(self.runs.pop(slot, ()))
+        runs = self._pages.take(nbytes // PAGE)
+        if runs is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.runs[slot] = runs
+
+    def free(self, slot: int) -> None:
+        self._gone.append(slot)
+
+    def filled(self) -> None:
+        """Take no pages any more that were never written: the disk is full."""
+        self._pages.close()
+
+    def _places(self, slot: int, offset: int, data: Array) -> Iterator[tuple[int, memoryview]]:
+        """Yield where in the file the parts of an extent from `offset` on lie."""
         view = memoryview(data)  # type: ignore[arg-type]
-        while view:
-            done = os.pwrite(self._fd, view[:_CHUNK], position)
-            if done <= 0:
-                raise OSError(errno.EIO, "the file took no more bytes")
-            position += done
-            view = view[done:]
+        for first, length in self.runs[slot]:
+            if offset < length * PAGE and view:
+                part = view[: length * PAGE - offset]
+                yield first * PAGE + offset, part
+                view, offset = view[len(part) :], 0
+            else:
+                offset -= length * PAGE
+
+    def write(self, slot: int, offset: int, data: Array) -> None:
+        for position, view in self._places(slot, offset, data):
+            try:
+                if position + len(view) > self._allocated:
+                    self._grow(position + len(view))
+                while view:
+                    done = os.pwrite(self._fd, view[:_CHUNK], position)
+                    if done <= 0:
+                        raise OSError(errno.EIO, "the file took no more bytes")
+                    position += done
+                    view = view[done:]
+            except OSError as error:
+                if is_full(error):
+                    self.filled()
+                raise
 
     def _grow(self, end: int) -> None:
         if not hasattr(os, "posix_fallocate"):
@@ -114,14 +148,15 @@ class DirectFile:
             return
 
     def read(self, slot: int, data: Array) -> None:
-        position = slot * self._extent_bytes
-        view = memoryview(data)  # type: ignore[arg-type]
-        while view:
-            done = os.preadv(self._fd, [view[:_CHUNK]], position)
-            if done <= 0:
-                raise OSError(errno.EIO, "the file ends before the checkpoint does")
-            position += done
-            view = view[done:]
+        if slot not in self.runs:
+            raise OSError(errno.EIO, f"extent {slot} was never written")
+        for position, view in self._places(slot, 0, data):
+            while view:
+                done = os.preadv(self._fd, [view[:_CHUNK]], position)
+                if done <= 0:
+                    raise OSError(errno.EIO, "the file ends before the checkpoint does")
+                position += done
+                view = view[done:]
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

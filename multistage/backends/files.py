@@ -105,11 +105,6 @@ class FileStore(StreamedStore):
             private = PrivateFolder(self.folder)
             private.remove()  # of a name: called on a passing object, its end would swallow Ctrl-C
 
-    def read_in_order(self, depth: int) -> None:
-        """Let `depth` writes wait, and give each record an extent: one moves as fast as several."""
-        super().read_in_order(depth)
-        self.coalesces = False
-
     def open(self, layout: Layout) -> None:
         """Make the private folder, clear leftovers of dead processes, start the threads.
 
@@ -129,14 +124,14 @@ class FileStore(StreamedStore):
         """Return a fresh medium; that of `direct` in place of the native engine's threads."""
         private = self._make_private()
         if self.engine == "aiofiles":
-            return AioFiles(private.path, extent_bytes, dir_fd=private.fd)
-        return DirectFile(private.path, extent_bytes, self.capacity_bytes, dir_fd=private.fd)
+            return AioFiles(private.path, dir_fd=private.fd)
+        return DirectFile(private.path, self.capacity_bytes, dir_fd=private.fd)
 
     def _new_carrier(self, layout: Layout, extent_bytes: int) -> Carrier:
         if self.engine != "native":
             return super()._new_carrier(layout, extent_bytes)
         private = self._make_private()
-        return NativeFile(private.path, extent_bytes, self.capacity_bytes, dir_fd=private.fd)
+        return NativeFile(private.path, self.capacity_bytes, dir_fd=private.fd)
 
     def _make_private(self) -> PrivateFolder:
         self._private = PrivateFolder(self.folder)

@@ -41,7 +41,7 @@ class Landings:
             return
         extent.read_state = TransferState.QUEUED
         try:
-            extent.landing = self._pool.take()
+            extent.landing = self._pool.take(extent.nbytes)
         except (OSError, MemoryError) as error:
             extent.read_state, extent.error = TransferState.FAILED, f"read failed: {error}"
             return

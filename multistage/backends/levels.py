@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from ..states.layout import Array
 from .arena import pages
@@ -41,19 +42,20 @@ class Levels:
         self,
         upper: Medium,
         lower: Medium,
-        upper_slots: int,
-        lower_slots: int | None,
+        upper_bytes: int,
+        lower_bytes: int | None,
         extent_bytes: int,
     ) -> None:
         self.sunk = self.risen = self.failed = 0
-        self._upper, self._lower = Level(upper, upper_slots), Level(lower, lower_slots)
-        self._nested = lower if isinstance(lower, Levels) else None
+        self._upper = Level(upper, upper_bytes, extent_bytes)
+        self._lower = Level(lower, lower_bytes, extent_bytes)
+        self._extent_bytes = extent_bytes
         self._buffer = pages(extent_bytes)
         self._places: dict[int, Place] = {}
         self._above: OrderedDict[Place, None] = OrderedDict()  # the oldest first
         self._below: OrderedDict[Place, None] = OrderedDict()
         self._latest: Place | None = None  # perhaps still being written
-        self._short = False  # the writer waits for room above
+        self._short = 0  # bytes above that the writer waits for
         self._rising = False  # nothing was written since the last read
         self.mover: Mover[Move] = Mover()
         self._changes, self._lock = self.mover.changes, self.mover.changes.lock
@@ -66,52 +68,62 @@ class Levels:
 
     # ------------------------------------------------------ the store's threads
 
+    def begin(self, slot: int, nbytes: int) -> None:
+        """Find room above; wait for it as long as extents go down."""
+        while True:
+            with self._lock:
+                self._forget(slot)  # a cascade above gives a number again that it wrote in vain
+                self._latest, self._rising = None, False
+                self._short = 0 if self._upper.room.fits(nbytes) else nbytes
+                self._changes.notify_all()
+            self._changes.wait_for(lambda: self._settled(slot, nbytes))
+            place = self._places.get(slot)
+            if place is None:
+                raise OSError(errno.ENOSPC, "the upper level is full, the lower takes no more")
+            try:
+                with self._upper.writing:
+                    self._upper.medium.begin(place.above, nbytes)
+            except OSError as error:
+                self._filled(slot, error)
+            else:
+                return
+
     def write(self, slot: int, offset: int, data: Array) -> None:
-        """Write a part of an extent, above while there is room, else below."""
-        if offset == 0:
-            self._begin(slot)
-        upper = self._upper
+        """Write a part of an extent above; where that is full, find room once more."""
         while True:
             place = self._places[slot]
             try:
-                with upper.writing:
-                    upper.medium.write(place.above, offset, data)
+                with self._upper.writing:
+                    self._upper.medium.write(place.above, offset, data)
             except OSError as error:
-                if not is_full(error):
-                    raise
-                with self._lock:
-                    del self._places[slot]
-                    self._above.pop(place, None)
-                    upper.give_after(place.above, error)
+                self._filled(slot, error)
                 if offset:
-                    # Its first pieces went with the slot.  The next extent
+                    # Its first pieces went with its room.  The next extent
                     # finds room where another goes down.
                     raise OSError(errno.EIO, f"the upper level is full: {error}") from error
-                self._begin(slot)
+                self.begin(slot, place.nbytes)
             else:
-                place.nbytes = offset + len(data)
                 return
 
-    def _begin(self, slot: int) -> None:
-        """Find room above; wait for it as long as extents go down."""
+    def _filled(self, slot: int, error: OSError) -> None:
+        """Note that the upper level is full; raise any other error."""
+        if not is_full(error):
+            raise error
         with self._lock:
-            self._forget(slot)  # a cascade above gives a number again that it wrote in vain
-            self._latest, self._rising, self._short = None, False, self._upper.left <= 0
-            self._changes.notify_all()
-        self._changes.wait_for(lambda: self._settled(slot))
-        if slot not in self._places:
-            raise OSError(errno.ENOSPC, "the upper level is full, the lower takes no more")
+            place = self._places.pop(slot)
+            self._above.pop(place, None)
+            self._upper.give_after(place.above, error)
 
-    def _settled(self, slot: int) -> bool:
+    def _settled(self, slot: int, nbytes: int) -> bool:
         """Give an extent a place above; False while room may still be made.  Holds the lock."""
-        upper = self._upper
-        if upper.left <= 0 and self._can_sink():
+        room = self._upper.room
+        if not room.fits(nbytes) and self._can_sink():
             return False
-        self._short = False
-        if upper.left > 0:
-            place = self._latest = self._places[slot] = Place(upper.slots.take())
+        self._short = 0
+        if room.fits(nbytes):
+            place = self._latest = self._places[slot] = Place(room.take(nbytes), nbytes)
             self._above[place] = None
-            self._changes.notify_all()  # one slot fewer may be too few for the mover
+            self._changes.notify_all()  # so much less may be too little for the mover
         return True
 
     def read(self, slot: int, data: Array) -> None:
@@ -167,15 +179,13 @@ class Levels:
             self._release(place)
 
     def _release(self, place: Place) -> None:
-        """Give back the slots of an extent.  Holds the lock."""
+        """Give back the room of an extent.  Holds the lock."""
         if place in self._above:
             del self._above[place]
-            self._upper.slots.give(place.above)
+            self._upper.give(place.above)
         if place in self._below:
             del self._below[place]
-            self._lower.slots.give(place.below)
-            if self._nested is not None:
-                self._nested.free(place.below)
+            self._lower.give(place.below)
 
     def close(self) -> None:
         """Stop the mover and close both levels."""
@@ -190,25 +200,31 @@ class Levels:
     def _can_sink(self) -> bool:
         """Whether room above may still be made.  Holds the lock.
 
-        What is on its way, up too, takes a slot of both levels until it has
-        arrived: with both full, the one it left is the room for another.
+        What is on its way, up too, takes room in both levels until it has
+        arrived: with both full, what it left is the room for another.
         """
-        lower = self._lower
-        movable = len(self._above) - (self._latest in self._above)
-        return self.mover.busy or (movable > 0 and lower.works and lower.left > 0)
+        return self.mover.busy or self._sinking(self._above) is not None
+
+    def _sinking(self, places: Iterable[Place]) -> Place | None:
+        """Return the first that can go down; None if there is none.  Holds the lock."""
+        if not self._lower.works:
+            return None
+        fits, latest = self._lower.room.fits, self._latest
+        return next((each for each in places if each is not latest and fits(each.nbytes)), None)
 
     def following(self) -> Place | None:
         """Return the extent to move now.  Holds the lock."""
-        upper, lower = self._upper, self._lower
-        wanted = self._short or not self._rising
-        if wanted and upper.left < upper.spare and lower.works and lower.left > 0:
-            for place in self._above:
-                if place is not self._latest and not place.readers:
-                    return place
-        if self._rising and upper.works and upper.left > 1:
+        upper = self._upper
+        left = upper.room.left
+        if (self._short or not self._rising) and left < max(self._short, upper.spare):
+            place = self._sinking(each for each in self._above if not each.readers)
+            if place is not None:
+                return place
+        if self._rising and upper.works:
             for place in reversed(self._below):
                 if not place.readers and not place.stays:
-                    return place
+                    # Room for another is left, for what is written next.
+                    return place if left >= place.nbytes + self._extent_bytes else None
         return None
 
     def _begin_move(self) -> Move | None:
@@ -218,19 +234,23 @@ class Levels:
             return None
         place.moving = True
         if place.where is Where.ABOVE:
-            return Move(place, True, place.above, self._lower.slots.take())
-        return Move(place, False, place.below, self._upper.slots.take())
+            return Move(place, True, place.above, self._lower.room.take(place.nbytes))
+        return Move(place, False, place.below, self._upper.room.take(place.nbytes))
 
     def _carry(self, move: Move) -> None:
         """Read an extent from its level, write it to the other."""
         source, target = self._upper, self._lower
         if not move.sinks:
             source, target = target, source
-        data = self._buffer[: move.place.nbytes]
+        nbytes = move.place.nbytes
+        if nbytes > len(self._buffer):  # of many small arrays, each at a multiple of 64 bytes
+            self._buffer = pages(nbytes)
+        data = self._buffer[:nbytes]
         with source.reading:
             source.medium.read(move.start, data)
         move.was_read = True
         with target.writing:
+            target.medium.begin(move.stop, nbytes)
             target.medium.write(move.stop, 0, data)
 
     def _moved(self, move: Move, error: Exception | None) -> None:
@@ -256,7 +276,7 @@ class Levels:
                 target.failures += 1
                 target.give_after(move.stop, error)
             else:
-                target.slots.give(move.stop)
+                target.give(move.stop)
                 if sinks:
                     self._release(place)
                     place.where = Where.LOST

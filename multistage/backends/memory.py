@@ -48,8 +48,3 @@ class MemoryStore(StreamedStore):
             buffer_bytes=buffer_bytes,
             queue_depth=queue_depth,
         )
-
-    def read_in_order(self, depth: int) -> None:
-        """Let `depth` writes wait, and give each record an extent: one moves as fast as several."""
-        super().read_in_order(depth)
-        self.coalesces = False

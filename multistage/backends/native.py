@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import native
-from ..states.layout import Array, Layout
-from .arena import pages
+from ..states.layout import Array
+from .arena import PAGE, pages, round_up
 from .direct import DirectFile
 from .lifetimes import Ending
+from .medium import is_full
 
 if TYPE_CHECKING:
     from .carrier import Finished
@@ -50,7 +51,7 @@ class _Flight(NamedTuple):
     extent: Extent
     job: native.Job
     kept: object
-    gathered: tuple[native.Job, list[native.Piece]] | None = None
+    gathered: tuple[native.Job, ctypes.Array[native.Piece]] | None = None
 
 
 class NativeFile:
@@ -59,10 +60,8 @@ class NativeFile:
     Parameters
     ----------
     folder : Path
-    extent_bytes : int
-        Whole pages.
     most_bytes : int or None
-        Space that may be taken ahead of use; None for no limit.
+        Of the file; None for all there are.
     dir_fd : int or None
         `folder` itself, if it is open.
     pwrite, pread : native.Transfer, optional
@@ -78,7 +77,6 @@ class NativeFile:
     def __init__(
         self,
         folder: Path,
-        extent_bytes: int,
         most_bytes: int | None = None,
         *,
         dir_fd: int | None = None,
@@ -86,7 +84,6 @@ class NativeFile:
         pread: Callable[[int, int, int, int], int] | None = None,
     ) -> None:
         self._library, self._held = native.library(), native.held_library()
-        self._extent_bytes = extent_bytes
         self._most_bytes = most_bytes
         # Called from the C core's threads: they must live as long as these.
         self._hooks = (
@@ -100,7 +97,7 @@ class NativeFile:
         engine = pages(self._library.ms_io_len())
         self._engine: int = engine.ctypes.data
         self._kept: list[object] = [engine, self._hooks, self._flights]
-        self._file = DirectFile(folder, extent_bytes, most_bytes, dir_fd=dir_fd)
+        self._file = DirectFile(folder, most_bytes, dir_fd=dir_fd)
         self._stop = Ending(
             self, functools.partial(_stop, self._owner, self._engine, self._file, self._kept)
         )
@@ -108,9 +105,7 @@ class NativeFile:
         if self._library.ms_io_in_memory(self._file.fd):
             _warn_of_memory(str(folder.parent))
 
-    def start(
-        self, layout: Layout, bounce: Array | None, wrote: Finished, landed: Finished
-    ) -> None:
+    def start(self, bounce: Array | None, wrote: Finished, landed: Finished) -> None:
         """Start the threads.
 
         Parameters
@@ -122,15 +117,9 @@ class NativeFile:
             Told of each finished write and read by `poll`.
         """
         self._wrote, self._landed = wrote, landed
-        # Where arrays lie in a record is the same for all: only addresses are filled in.
-        self._leaves = [at for at, leaf in enumerate(layout.leaves) if leaf.nbytes]
-        leaves = [layout.leaves[at] for at in self._leaves]
-        places = [native.Piece(None, leaf.offset, leaf.nbytes) for leaf in leaves]
-        self._table = (native.Piece * len(places))(*places)
-        self._spare: list[tuple[native.Job, list[native.Piece]]] = []
+        self._spare: list[tuple[native.Job, ctypes.Array[native.Piece]]] = []
         options = native.IoOptions(
             fd=self._file.fd,
-            extent_bytes=self._extent_bytes,
             most_bytes=-1 if self._most_bytes is None else self._most_bytes,
             bounce=None if bounce is None else bounce.ctypes.data,
             chunk_bytes=_CHUNK if bounce is None else len(bounce) // 2,
@@ -149,28 +138,50 @@ class NativeFile:
         if data is not None:
             job, gathered = native.Job(data=data.ctypes.data), None
         else:
-            assert extent.arrays is not None
-            gathered = job, pieces = self._spare.pop() if self._spare else self._gathering()
-            for piece, at in zip(pieces, self._leaves, strict=True):
-                piece.data = extent.arrays[at].ctypes.data
+            gathered = job, _ = self._gathering(extent)
         job.nbytes = extent.nbytes
-        job.position = extent.slot * self._extent_bytes
         job.state, job.error = _FAILED, errno.EINTR  # until it is submitted, if it ever is
         job.cancelled, extent.carried = 0, job
-        self._flights[_WRITE].append(_Flight(extent, job, extent.arrays, gathered))
-        self._held.ms_io_submit(self._engine, job, _WRITE)
+        try:
+            runs = self._placed(job, extent, round_up(extent.nbytes))
+        except OSError as error:  # too few pages are free
+            job.error, runs = error.errno or errno.EIO, None
+        self._flights[_WRITE].append(_Flight(extent, job, (extent.arrays, runs), gathered))
+        if runs is not None:
+            self._held.ms_io_submit(self._engine, job, _WRITE)
 
-    def _gathering(self) -> tuple[native.Job, list[native.Piece]]:
-        """Return a job that gathers arrays, and the pieces that take their addresses."""
-        table = type(self._table).from_buffer_copy(self._table)
-        return native.Job(pieces=table, n_pieces=len(table)), list(table)
+    def _gathering(self, extent: Extent) -> tuple[native.Job, ctypes.Array[native.Piece]]:
+        """Return a job that gathers the arrays of an extent, and the table of their places."""
+        assert extent.arrays is not None
+        gathered = self._spare.pop() if self._spare else (native.Job(), (native.Piece * 0)())
+        job, pieces = gathered
+        if len(pieces) != len(extent.arrays):
+            pieces = (native.Piece * len(extent.arrays))()
+            job.pieces, job.n_pieces = pieces, len(pieces)
+            gathered = job, pieces
+        for piece, array, offset in zip(pieces, extent.arrays, extent.offsets, strict=True):
+            piece.data, piece.offset, piece.nbytes = array.ctypes.data, offset, array.nbytes
+        return gathered
+
+    def _placed(self, job: native.Job, extent: Extent, nbytes: int = 0) -> object:
+        """Tell a job where its extent lies; give that so many bytes first, if any."""
+        if nbytes:
+            self._file.begin(extent.slot, nbytes)
+        runs = self._file.runs[extent.slot]
+        parts = [native.Span(PAGE * first, PAGE * count) for first, count in runs]
+        spans = (native.Span * len(parts))(*parts)
+        job.spans, job.n_spans = spans, len(spans)
+        return spans
+
+    def free(self, extent: Extent) -> None:
+        """Free the room of an extent; see `Carrier`."""
+        self._file.free(extent.slot)
 
     def queue_read(self, extent: Extent, landing: Array) -> None:
         """Queue a read into `landing`, behind the extent's write if that is in flight."""
         job = native.Job(
             data=landing.ctypes.data,
             nbytes=extent.nbytes,
-            position=extent.slot * self._extent_bytes,
             sum=extent.checksum,
             state=_FAILED,
             error=errno.EINTR,
@@ -178,7 +189,8 @@ class NativeFile:
         written = next((f.job for f in self._flights[_WRITE] if f.extent is extent), None)
         if written is not None:
             job.written = ctypes.addressof(written)
-        self._flights[_READ].append(_Flight(extent, job, (landing, written)))
+        runs = self._placed(job, extent)
+        self._flights[_READ].append(_Flight(extent, job, (landing, written, runs)))
         self._held.ms_io_submit(self._engine, job, _READ)
 
     def poll(self) -> None:
@@ -202,6 +214,8 @@ class NativeFile:
         error = _error(job.error) if self._held.ms_io_state(job) == _FAILED else None
         if error is None:
             extent.checksum = job.sum
+        elif is_full(error):
+            self._file.filled()
         tell(extent, 1e-9 * job.start_ns, 1e-9 * job.stop_ns, error)
 
     def cancel(self, extent: Extent) -> None:
@@ -216,7 +230,7 @@ class NativeFile:
         for at, flight in enumerate(reads):
             if flight.extent is extent and self._held.ms_io_cancel(flight.job):
                 assert isinstance(flight.kept, tuple)
-                reads[at] = flight._replace(kept=flight.kept[1])  # without its landing
+                reads[at] = flight._replace(kept=flight.kept[1:])  # without its landing
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool | None:
         """Block until `ready()`; see `Carrier`."""

@@ -49,7 +49,7 @@ class NumaStore(StreamedStore):
     ) -> None:
         super().__init__(
             f"numa {node}",
-            lambda extent_bytes: Ram(extent_bytes, partial(pages_of_node, node=node)),
+            lambda: Ram(partial(pages_of_node, node=node)),
             capacity_bytes=capacity_bytes,
             buffer_bytes=buffer_bytes,
             queue_depth=queue_depth,

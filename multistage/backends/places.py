@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from enum import Enum
 
-from .extents import SlotPool
+from .extents import Room
 from .medium import Medium, is_full
 
 _FAILURES = 3  # in a row, then nothing more is moved that way
@@ -26,11 +26,11 @@ class Place:
 
     __slots__ = ("above", "below", "gone", "moving", "nbytes", "readers", "stays", "where")
 
-    def __init__(self, above: int) -> None:
+    def __init__(self, above: int, nbytes: int) -> None:
         self.where = Where.ABOVE
-        self.above = above  # its slots in the levels
+        self.above = above  # its numbers in the levels
         self.below = -1
-        self.nbytes = 0
+        self.nbytes = nbytes
         self.moving = False
         self.readers = 0
         self.gone = False  # freed while it was moved
@@ -43,38 +43,48 @@ class Move:
 
     place: Place
     sinks: bool
-    start: int  # its slots, in the level it leaves and in the other
+    start: int  # its numbers, in the level it leaves and in the other
     stop: int
     was_read: bool = False
 
 
 class Level:
-    """A medium, its slots, and the right to write to and read from it."""
+    """A medium, its room, and the right to write to and read from it.
 
-    def __init__(self, medium: Medium, most: int | None) -> None:
+    Parameters
+    ----------
+    medium : Medium
+    most_bytes : int or None
+    largest_bytes : int
+        Of an extent.
+    """
+
+    def __init__(self, medium: Medium, most_bytes: int | None, largest_bytes: int) -> None:
         self.medium = medium
-        self.slots = SlotPool(most)
+        self.room = Room(most_bytes)
         self.reading, self.writing = threading.Lock(), threading.Lock()
         self.failures = 0  # of moves to here, in a row
-
-    @property
-    def left(self) -> int:
-        """How many slots can be taken."""
-        return self.slots.left
+        self._largest_bytes = largest_bytes
 
     @property
     def spare(self) -> int:
-        """How many slots should be left."""
-        return max(1, (self.slots.most or 0) // _SPARE_PART)
+        """How many bytes should be left: those of the largest extents, of one at least."""
+        part = (self.room.most_bytes or 0) // self._largest_bytes // _SPARE_PART
+        return max(1, part) * self._largest_bytes
 
     @property
     def works(self) -> bool:
         """Whether extents can still be moved here, as far as the last moves have shown."""
         return self.failures < _FAILURES
 
-    def give_after(self, slot: int, error: Exception) -> None:
-        """Take a slot back that could not be written; none if the level is full."""
+    def give(self, number: int) -> None:
+        """Take the room of an extent back."""
+        self.room.give(number)
+        self.medium.free(number)
+
+    def give_after(self, number: int, error: Exception) -> None:
+        """Take room back that could not be written to; none if the level is full."""
         if is_full(error):
-            self.slots.close()
+            self.room.close()
         else:
-            self.slots.give(slot)
+            self.give(number)

@@ -124,9 +124,9 @@ class RemoteStore(StreamedStore):
     def check(self) -> None:
         """Raise StoreError if the store cannot be used; nothing is left in it."""
         with Shield(up=True):
-            self._connect(0).close()
+            self._connect().close()
 
-    def _connect(self, extent_bytes: int) -> Medium:
+    def _connect(self) -> Medium:
         filesystem, root = _filesystem(self.url, self._options)
         connections = self.connections
         if connections is None:
@@ -165,6 +165,12 @@ class RemoteObjects:
         )
         self._parts: dict[int, list[tuple[int, int]]] = {}  # slot -> where parts start and stop
         self._remove = Ending(self, partial(_remove, filesystem, root, os.getpid()))
+
+    def begin(self, slot: int, nbytes: int) -> None:
+        """Do nothing: `write` makes the objects."""
+
+    def free(self, slot: int) -> None:
+        """Do nothing: the objects are written over."""
 
     def write(self, slot: int, offset: int, data: Array) -> None:
         parts = [(offset + at, offset + to) for at, to in self._split(len(data))]

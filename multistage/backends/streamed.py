@@ -47,8 +47,8 @@ class StreamedStore(BaseStore):
     ----------
     name : str
     open_medium : callable or None
-        `open_medium(extent_bytes) -> Medium`; called when the store opens, and
-        by `lend`.  None in a subclass that overrides `medium`.
+        `open_medium() -> Medium`; called when the store opens, and by `lend`.  None in a
+        subclass that overrides `medium`.
     capacity_bytes : int or None
         Space on the medium, in whole extents; None if unbounded.
     buffer_bytes : int
@@ -61,13 +61,6 @@ class StreamedStore(BaseStore):
         Most bytes of an extent of small states, and of one write of a large
         one: more where each request takes long.
 
-    Attributes
-    ----------
-    coalesces : bool
-        Whether small states share extents.  Set it to False, before `open`, for
-        records that are read in the order they were written: each then has an extent
-        of its own, and fewer bytes of buffers are held.
-
     Notes
     -----
     For one computing thread.  `put` with `block`, `wait_written`, `get` and
@@ -77,7 +70,7 @@ class StreamedStore(BaseStore):
     def __init__(
         self,
         name: str,
-        open_medium: Callable[[int], Medium] | None = None,
+        open_medium: Callable[[], Medium] | None = None,
         *,
         capacity_bytes: int | None = None,
         buffer_bytes: int = 8 << 20,
@@ -97,7 +90,6 @@ class StreamedStore(BaseStore):
         self.capacity_bytes = capacity_bytes
         self.stats = StoreStats()
         self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
-        self.coalesces = True
         self._open_medium = open_medium
         self._buffer_bytes = buffer_bytes
         self._bounces = bounces
@@ -111,7 +103,7 @@ class StreamedStore(BaseStore):
 
     def _per_extent(self, layout: Layout) -> int:
         """Return how many states share an extent, 1 for large ones."""
-        if not self.coalesces:
+        if layout.varied:
             return 1
         extent = min(self._most_extent_bytes, self._buffer_bytes // (2 * BUFFERS))
         if self.capacity_bytes is not None:
@@ -139,17 +131,14 @@ class StreamedStore(BaseStore):
         count = self._per_extent(layout)
         return self.capacity_bytes // round_up(count * layout.nbytes) * count
 
-    @property
-    def counts_reads(self) -> bool:
-        """Whether `buffer_bytes` includes states that are read ahead: each has a buffer then."""
-        return not self.coalesces
-
-    def read_in_order(self, depth: int) -> None:
-        """Let `depth` writes wait."""
-        self.queue_depth = max(self.queue_depth, depth)
-
     def medium(self, layout: Layout, extent_bytes: int) -> Medium:
         """Return a fresh medium for extents of states of `layout`; `open` and `lend` call it.
+
+        Parameters
+        ----------
+        layout : Layout
+        extent_bytes : int
+            Of the largest.
 
         Raises
         ------
@@ -157,14 +146,10 @@ class StreamedStore(BaseStore):
             If there can be none.
         """
         assert self._open_medium is not None
-        return self._open_medium(extent_bytes)
+        return self._open_medium()
 
     def _give_back(self) -> None:
         """Give back what `medium` took besides the medium itself."""
-
-    def _freer(self) -> Callable[[int], None] | None:
-        """Return the note on extents whose bytes were not needed, if there is one."""
-        return None
 
     def _new_carrier(self, layout: Layout, extent_bytes: int) -> Carrier:
         """Return what moves this store's extents."""
@@ -223,7 +208,7 @@ class StreamedStore(BaseStore):
             carrier,
             layout,
             count,
-            Space(self.name, extent_bytes, self.capacity_bytes, self.stats, self._freer()),
+            Space(self.name, self.capacity_bytes, self.stats),
             self.stats,
             self.transfers,
         )
@@ -287,7 +272,7 @@ class StreamedStore(BaseStore):
         """Wait for a read, no longer than so many seconds; see `Store.arrived`."""
         return self._opened().arrived(key, timeout_s)
 
-    def waits(self, lengths: Sequence[int] = ()) -> bool:
+    def waits(self) -> bool:
         """Whether a `put` with `block` would wait now."""
         return self._opened().waits(self.queue_depth)
 

@@ -60,6 +60,7 @@ def check_store(make_store: Callable[[], Store]) -> None:
                 part(store, layout)
             finally:
                 store.close()
+    _check_varied(make_store())
     _check_life(make_store())
     _record.cache_clear()
     left = [thread.name for thread in set(threading.enumerate()) - threads]
@@ -300,6 +301,47 @@ _PARTS: tuple[Callable[[Store, Layout], None], ...] = (
     _check_cancel,
     _check_memory,
 )
+
+
+def _check_varied(store: Store) -> None:
+    """Check states of other numbers, shapes and dtypes of arrays, from empty ones to the largest.
+
+    A store may take equal states alone: its `open` says so.
+    """
+    largest = 3 << 20
+    try:
+        store.open(Layout.up_to(largest))
+    except StoreError:
+        return
+    draw = np.random.default_rng(0)
+    there: dict[int, list[Array]] = {}
+    for key in range(60):
+        kinds = [np.float64, np.uint8, np.complex64, np.int16]
+        arrays: list[Array] = [np.zeros((0, 3)), np.zeros((), kinds[key % 4])]
+        for shape in ((int(draw.integers(1, 300)), 7), (int(10 ** draw.uniform(0, 5.3)),)):
+            raw = draw.integers(0, 100, shape)
+            arrays.append(raw.astype(kinds[int(draw.integers(4))])[...])
+        if key % 20 == 10:
+            arrays = [draw.integers(0, 256, largest, np.uint8)]
+        copies = [array.copy() for array in arrays[key % 3 :] or arrays]
+        if store.put(key, copies, block=True):
+            there[key] = [array.copy() for array in copies]
+        if key % 5 == 4:  # the latest, as a rule, and others
+            for gone in sorted(there)[-3:] + sorted(there)[:1]:
+                assert store.wait_written(gone), f"wait_written({gone}) is False: nothing failed"
+                found, wanted = store.get(gone), there.pop(gone)
+                assert len(found) == len(wanted), f"state {gone}: another number of arrays"
+                for one, other in zip(found, wanted, strict=True):
+                    kind = one.shape, one.dtype
+                    assert kind == (other.shape, other.dtype), f"state {gone}: {kind} was not put"
+                    assert _same(one, other), f"state {gone}, of any size: bytes differ"
+                store.drop(gone)
+    assert there, "too few states of any size were taken"
+    for key, wanted in there.items():
+        assert store.wait_written(key), f"wait_written({key}) is False, and nothing failed"
+        for one, other in zip(store.get(key), wanted, strict=True):
+            assert _same(one, other), f"state {key}, of any size: bytes differ from those put"
+    store.close()
 
 
 def _check_life(store: Store) -> None:

@@ -11,8 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..states.layout import Array, Layout
-from .arena import LandingPool, landing_pool, pages, whole_huge
+import numpy as np
+
+from ..errors import ArgumentError
+from ..states.layout import ALIGN, Array, Layout
+from .arena import LandingPool, landing_pool, pages, round_up, whole_huge
 from .base import CheckpointLost, StoreStats, TransferRecord
 from .carrier import Carrier
 from .extents import Extent, Index, TransferState
@@ -54,6 +57,8 @@ class Traffic:
         self._name, self._carrier = name, carrier
         self._layout = layout
         self._count = count
+        self._offsets = [leaf.offset for leaf in layout.leaves]
+        self._extent_bytes = extent_bytes = round_up(count * layout.nbytes)
         self._stats = stats
         self._transfers = transfers
         self.index: Index[Extent] = Index(count)
@@ -65,20 +70,17 @@ class Traffic:
         self._latest: Extent | None = None
         self._waiting: deque[Extent] = deque()  # large writes not known to be done
         self._staging: Staging | None = None
-        nbytes = space.extent_bytes
-        pool = LandingPool(nbytes, BUFFERS) if count > 1 else landing_pool(nbytes)
+        pool = LandingPool(extent_bytes, BUFFERS) if count > 1 else landing_pool(extent_bytes)
         self._landings = Landings(carrier, pool, stats, transfers)
 
     def start(self, bounce_bytes: int) -> None:
         """Allocate buffers and start the threads; large states leave through `bounce_bytes`."""
         bounce = None
         if self._count > 1:
-            self._staging = Staging(self._layout, self._count, self._space.extent_bytes)
+            self._staging = Staging(self._layout, self._count, self._extent_bytes)
         else:
             bounce = pages(whole_huge(bounce_bytes))[:bounce_bytes]
-        self._carrier.start(
-            self._layout, bounce, weakly(self._wrote), weakly(self._landings.landed)
-        )
+        self._carrier.start(bounce, weakly(self._wrote), weakly(self._landings.landed))
 
     # ------------------------------------------------------------------ writes
 
@@ -139,7 +141,7 @@ class Traffic:
         if number is None and block:
             self._wait_for(lambda: staging.free() is not None)
             number = staging.free()
-        slot = None if number is None else self._take_slot()
+        slot = None if number is None else self._take_slot(self._extent_bytes)
         if number is None or slot is None:
             return None
         extent = self._new_extent(slot, key, self._latest)
@@ -149,22 +151,40 @@ class Traffic:
 
     def _put_large(self, key: int, arrays: Sequence[Array], block: bool, depth: int) -> bool:
         self.poll()
+        nbytes, offsets = self._layout.nbytes, self._offsets
+        if self._layout.varied:
+            nbytes, offsets = self._placed(arrays)
         if self._count_waiting() >= depth:
             if not block:
                 return False
             self._wait(self._waiting[0])
-        slot = self._take_slot()
+        slot = self._take_slot(round_up(nbytes))
         if slot is None:
             return False
         extent = self._new_extent(slot, key, None)
-        extent.arrays = tuple(arrays)
+        extent.arrays, extent.offsets = tuple(arrays), offsets
+        if self._layout.varied:
+            extent.shapes = [(array.shape, array.dtype) for array in arrays]
         extent.live = extent.filled = 1
-        extent.nbytes = self._layout.nbytes
+        extent.nbytes = nbytes
         self._queue_write(extent)
         self.index.enter(key, extent, 0)
         self._stats.writes += 1
         self._waiting.append(extent)
         return True
+
+    def _placed(self, arrays: Sequence[Array]) -> tuple[int, list[int]]:
+        """Return the bytes of a record of some arrays, and where in it each lies."""
+        offsets, nbytes = [], 0
+        for array in arrays:
+            offsets.append(nbytes)
+            nbytes += round_up(array.nbytes, ALIGN)
+        if sum(array.nbytes for array in arrays) > self._layout.nbytes:
+            raise ArgumentError(
+                f"put of {nbytes} bytes in tier {self._name!r}, opened for at most "
+                f"{self._layout.nbytes}"
+            )
+        return max(nbytes, ALIGN), offsets
 
     def _new_extent(self, slot: int, first: int, previous: Extent | None) -> Extent:
         number = self._next_number
@@ -172,11 +192,11 @@ class Traffic:
         extent = self.index.extents[number] = Extent(number, slot, first, previous)
         return extent
 
-    def _take_slot(self) -> int | None:
-        """Return a slot of the medium; None if it is full."""
+    def _take_slot(self, nbytes: int) -> int | None:
+        """Return a number for an extent of the medium; None if that is full."""
         if self._zombies:
             self._bury()
-        return self._space.take()
+        return self._space.take(nbytes)
 
     def wait_written(self, key: int) -> bool:
         """Block until the arrays of `key` are not read any more; False if they are lost."""
@@ -256,7 +276,12 @@ class Traffic:
             # Landed for this reader alone: a later get reads again.
             extent.landing = extent.read_state = None
         self._stats.reads += 1
-        return self._layout.views(record)
+        if extent.shapes is None:
+            return self._layout.views(record)
+        return [
+            np.ndarray(shape, dtype, record.data, at)
+            for (shape, dtype), at in zip(extent.shapes, extent.offsets, strict=True)
+        ]
 
     def arrived(self, key: int, timeout_s: float) -> bool:
         """Wait for a read, no longer than some seconds; return whether it has ended."""
@@ -286,8 +311,8 @@ class Traffic:
             raise CheckpointLost(error)
         assert extent.landing is not None
         self._landings.took(extent)
-        start = place * self._layout.nbytes
-        return extent.landing[start : start + self._layout.nbytes]
+        nbytes = extent.nbytes if self._count == 1 else self._layout.nbytes
+        return extent.landing[place * nbytes : (place + 1) * nbytes]
 
     def _lose(self, key: int, extent: Extent) -> None:
         given_up = extent.cancelled and extent.state is TransferState.FAILED
@@ -321,6 +346,8 @@ class Traffic:
                 continue
             del zombies[at]  # first: Ctrl-C may cost a slot, but none is given back twice
             self._space.give_back(extent)
+            if not extent.homeless:
+                self._carrier.free(extent)
             self.index.forget(extent)
             extent.landing = extent.previous = None
             if self._staging is not None:

@@ -42,8 +42,16 @@ class WrapperStore:
     def __init__(self, inner: Store) -> None:
         self._inner = inner
         self.name = inner.name
-        self.queue_depth = inner.queue_depth
         self.stats = inner.stats
+
+    @property
+    def queue_depth(self) -> int:
+        """The writes that may be waiting in the inner store."""
+        return self._inner.queue_depth
+
+    @queue_depth.setter
+    def queue_depth(self, depth: int) -> None:
+        self._inner.queue_depth = depth
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -64,11 +72,6 @@ class WrapperStore:
     def levels(self) -> Sequence[Store]:
         """None: a level by itself lacks what the wrapper does."""
         return ()
-
-    @property
-    def counts_reads(self) -> bool:
-        """Whether the inner store counts states that are read ahead."""
-        return self._inner.counts_reads
 
     def parts(self) -> Sequence[Store]:
         """Return this store, the inner one, and what that is built on."""
@@ -94,11 +97,6 @@ class WrapperStore:
         """Ask the inner store to give up a write."""
         self._inner.cancel(key)
 
-    def waits(self, lengths: Sequence[int] = ()) -> bool:
+    def waits(self) -> bool:
         """Whether a `put` with `block` would wait in the inner store now."""
-        return self._inner.waits(lengths)
-
-    def read_in_order(self, depth: int) -> None:
-        """Prepare the inner store for records that are read in the order they were written."""
-        self._inner.read_in_order(depth)
-        self.queue_depth = self._inner.queue_depth
+        return self._inner.waits()

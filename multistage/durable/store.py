@@ -193,6 +193,8 @@ class DurableStore(BaseStore):
         self._left, self._adopted = [], StepSet()
 
     def _begin(self, layout: Layout) -> None:
+        if layout.varied:
+            raise StoreError(f"tier {self.name!r} takes states of equal size alone")
         self._plain = not isinstance(layout, OrderedLayout)
         self._layout = _ordered(layout)
         self._record_bytes = size = self._layout.record_bytes

@@ -267,19 +267,17 @@ class Transfers:
         It answers whether that is so.  None if the action does not wait.
         """
         if isinstance(action, Put):
-            return self._room(sweep, action)
+            return self._room(action)
         token = self._token_of(action)
         if token is None or (transfer := self._tokens[token]).failed:
             return None
         store = self._stores[transfer.tier]
         return partial(store.ended if transfer.is_write else store.arrived, transfer.step)
 
-    def _room(self, sweep: Sweep, action: Put) -> Callable[[float], bool] | None:
+    def _room(self, action: Put) -> Callable[[float], bool] | None:
         """Return what waits until a state can be put."""
-        store, kept = self._stores[action.tier], sweep.held.get(action.step)
-        arrays: Sequence[Any] = () if kept is None else kept.arrays  # of NumPy or of torch
-        waits = partial(store.waits, [array.nbytes for array in arrays])
-        if not waits():
+        store = self._stores[action.tier]
+        if not store.waits():
             return None
 
         def has_room(timeout_s: float) -> bool:
@@ -289,7 +287,7 @@ class Transfers:
                 store.ended(oldest, timeout_s)
             elif timeout_s:
                 time.sleep(min(timeout_s, _NAP_S))  # for small states, which no key tells of
-            return not waits()
+            return not store.waits()
 
         return has_room
 

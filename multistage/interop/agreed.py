@@ -208,7 +208,7 @@ class AgreedStore(WrapperStore):
     def cancel(self, key: int) -> None:
         """Do nothing: ranks agree on what is written, and one alone gives up none of it."""
 
-    def waits(self, lengths: Sequence[int] = ()) -> bool:
+    def waits(self) -> bool:
         """Answer False: `put` waits if it must."""
         return False
 

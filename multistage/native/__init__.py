@@ -61,6 +61,11 @@ class Piece(ctypes.Structure):
     """`piece_t`: an array and its place in the record."""
 
 
+@_HEADER.structure("span_t")
+class Span(ctypes.Structure):
+    """`span_t`: bytes of the file."""
+
+
 @_HEADER.structure("job_t")
 class Job(ctypes.Structure):
     """`job_t`: one extent to write or read."""

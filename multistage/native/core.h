@@ -175,6 +175,11 @@ typedef struct {
     int64_t offset, nbytes;
 } piece_t;
 
+/* Bytes of the file, whole pages. */
+typedef struct {
+    int64_t position, nbytes;
+} span_t;
+
 /* One extent to move.  The caller's from submission until `state` is not IO_QUEUED
  * it may only look at `state`. */
 typedef struct job {
@@ -183,8 +188,9 @@ typedef struct job {
     char *data;                /* whole pages written or read; NULL: a write gathers `pieces` */
     const piece_t *pieces;     /* by ascending offset */
     int64_t n_pieces;
-    int64_t nbytes;   /* of the record; whole pages are moved */
-    int64_t position; /* in the file, whole extents */
+    int64_t nbytes;    /* of the record; whole pages are moved */
+    const span_t *spans; /* where it lies, one part after the other */
+    int64_t n_spans;
     uint64_t sum;     /* XXH3 of the record: a write's result, what a read must find */
     int64_t start_ns, stop_ns; /* CLOCK_MONOTONIC */
     int64_t error;             /* errno; EBADMSG if the sum is another */
@@ -197,7 +203,6 @@ typedef struct io io_t;
 /* How threads are set up; the caller's until ms_io_start returns, `bounce` until ms_io_stop. */
 typedef struct {
     int64_t fd;
-    int64_t extent_bytes; /* whole pages */
     int64_t most_bytes;   /* never allocate more than that ahead of use; negative: no limit */
     char *bounce;         /* n_bounces buffers of chunk_bytes, whole pages, for gathering */
     int64_t chunk_bytes, n_bounces;

@@ -163,6 +163,28 @@ static void send(lane_t *lane, chunk_t chunk)
     sem_post(&lane->chunks);
 }
 
+/* Move a chunk to or from its places in the file, which grows for what is written; returns 0
+ * or an errno, `at_end` at the end of the file. */
+static int64_t move_chunk(io_t *io, transfer_t *move, const chunk_t *chunk, int64_t at_end)
+{
+    int64_t offset = chunk->offset, left = pages_of(chunk->nbytes), error = 0;
+    char *data = chunk->data;
+    const span_t *span = chunk->job->spans, *end = span + chunk->job->n_spans;
+    for (; left && !error && span < end; span++) {
+        int64_t nbytes = min64(left, span->nbytes - offset), position = span->position + offset;
+        if (nbytes <= 0) {
+            offset -= span->nbytes;
+            continue;
+        }
+        if (move == io->o.pwrite && position + nbytes > io->allocated)
+            error = io_grow(io->o.fd, &io->allocated, io->o.most_bytes, position + nbytes);
+        if (!error)
+            error = io_transfer(move, io->o.fd, data, nbytes, position, at_end);
+        data += nbytes, left -= nbytes, offset = 0;
+    }
+    return error;
+}
+
 static void *write_front(void *argument)
 {
     lane_t *lane = argument;
@@ -214,14 +236,10 @@ static void *write_back(void *argument)
         chunk_t chunk = lane->ring[lane->head++ % lane->length];
         if (!chunk.job)
             return NULL;
-        int64_t position = chunk.job->position, end = position + io->o.extent_bytes;
         if (!error)
             error = chunk.error;
-        if (!error && end > io->allocated)
-            error = io_grow(io->o.fd, &io->allocated, io->o.most_bytes, end);
         if (!error)
-            error = io_transfer(io->o.pwrite, io->o.fd, chunk.data, pages_of(chunk.nbytes),
-                             position + chunk.offset, EIO);
+            error = move_chunk(io, io->o.pwrite, &chunk, EIO);
         if (chunk.last) {
             complete(lane, chunk.job, error);
             error = 0;
@@ -254,11 +272,12 @@ static void *read_front(void *argument)
             take(&lane->room);
             if (!error && atomic_load_explicit(&job->cancelled, memory_order_relaxed) == 1)
                 error = ECANCELED;
+            chunk_t chunk = {job, data, offset, nbytes, 0, 0};
             if (!error)
-                error = io_transfer(io->o.pread, io->o.fd, data, pages_of(nbytes),
-                                 job->position + offset, ENODATA);
+                error = move_chunk(io, io->o.pread, &chunk, ENODATA);
             last = error || offset + nbytes == job->nbytes;
-            send(lane, (chunk_t){job, data, offset, nbytes, error, last});
+            chunk.error = error, chunk.last = last;
+            send(lane, chunk);
             offset += nbytes;
         }
     }

@@ -1,55 +1,68 @@
-"""The tier of unequal steps: how fast it moves pages, and how many states it holds."""
+"""The tier of unequal steps: how fast it moves states, and how many it holds."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Literal
 
-from ..backends.paged import PagedStore
+from ..backends.arena import round_up
+from ..backends.base import Store
 from ..errors import StoreError
 from ..measurement.store import probe_store
 from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..schedule.timeline import Timeline
+from ..states.layout import Layout
 
 # A plan is made again when a tier turns out to be so many times faster or slower.
 _FASTER = 1.5
-_PROBE_S = 0.3
+_PROBE_S, _PROBE_BYTES = 0.3, 4 << 20
 # Steps that are planned jointly with a tier, in a second or two; more are not streamed.
 MOST_STREAMED = 340
 
 
-def measured_rates(paged: PagedStore) -> Tier:
-    """Return how fast a store moves pages; it is opened and closed."""
-    page, found = paged.page_bytes, probe_store(paged.store, paged.page_layout, seconds=_PROBE_S)
+def largest_of(costs: StageCosts) -> Layout:
+    """Return the layout of states of a chain, for a store."""
+    return Layout.up_to(max(1, *(stage.output_bytes for stage in costs.stages)))
+
+
+def probe_bytes(costs: StageCosts) -> int:
+    """Return the size of the states that a store is measured with."""
+    return min(largest_of(costs).nbytes, _PROBE_BYTES)
+
+
+def measured_rates(store: Store, nbytes: int) -> Tier:
+    """Return how fast a store moves states of so many bytes; it is opened and closed."""
+    found = probe_store(store, Layout.up_to(nbytes), seconds=_PROBE_S)
     if not found.write_s or not found.read_s:
         raise StoreError(
-            f"tier {paged.name!r} took not one page of {page} bytes; raise its capacity or leave "
-            "it out"
+            f"tier {store.name!r} took not one state of {nbytes} bytes; raise its capacity or "
+            "leave it out"
         )
-    return Tier.of_rates(page / found.write_s, page / found.read_s, name=paged.name, tapes=False)
+    return Tier.of_rates(
+        nbytes / found.write_s, nbytes / found.read_s, name=store.name, tapes=False
+    )
 
 
-def require_room(paged: PagedStore, costs: StageCosts) -> None:
+def _sizes(costs: StageCosts) -> list[int]:
+    return [size for stage in costs.stages[:-1] if (size := stage.output_bytes)]
+
+
+def require_room(store: Store, costs: StageCosts) -> None:
     """Raise StoreError if a store holds not even the smallest of the states."""
-    pages = paged.store.capacity_states(paged.page_layout)
-    sizes = [size for stage in costs.stages[:-1] if (size := stage.output_bytes)]
-    if pages is not None and sizes and pages < paged.pages_of(min(sizes)):
+    least = min(_sizes(costs), default=0)
+    if least and store.capacity_states(Layout.up_to(least)) == 0:
         raise StoreError(
-            f"tier {paged.name!r} has a capacity of {pages} pages of {paged.page_bytes} bytes, the "
-            f"smallest state takes {min(sizes)} bytes; raise its capacity or leave it out"
+            f"tier {store.name!r} has a capacity of {store.capacity_bytes} bytes, the smallest "
+            f"state takes {least} bytes; raise its capacity or leave it out"
         )
 
 
-def bounded(rates: Tier, paged: PagedStore, costs: StageCosts) -> Tier:
-    """Return the rates with the room of a store, counted in bytes of states, not of pages."""
-    pages = paged.store.capacity_states(paged.page_layout)
-    if pages is None:
-        return rates
-    sizes = [size for stage in costs.stages[:-1] if (size := stage.output_bytes)]
-    share = min((size / (paged.pages_of(size) * paged.page_bytes) for size in sizes), default=1.0)
-    capacity = int(pages * paged.page_bytes * share)
-    return replace(rates, capacity_bytes=capacity)
+def bounded(rates: Tier, store: Store, costs: StageCosts) -> Tier:
+    """Return the rates with the room of a store, in bytes of states, each of which takes pages."""
+    size = min(_sizes(costs), key=lambda size: size / round_up(size), default=1)
+    states = store.capacity_states(Layout.up_to(size))
+    return rates if states is None else replace(rates, capacity_bytes=states * size)
 
 
 def seen_rates(rates: Tier, timeline: Timeline) -> Tier:

@@ -6,7 +6,7 @@ forward sweep has shown; the next one is planned.  A state or tape that takes mo
 than a plan counts on ends the sweep: given costs are wrong then, measured ones are
 measured again.
 
-Planned sweeps stream states, in pages, to the first tier, whose rates are measured once;
+Planned sweeps stream states to the first tier, whose rates are measured once;
 tapes stay in fast memory.  A survey uses fast memory alone.
 
 A budget pays for what is kept, here as for uniform steps.  Planners of chains count
@@ -24,7 +24,6 @@ from typing import Generic, TypeVar
 from .. import native
 from ..actions import Action, Put, Schedule
 from ..backends.base import Store
-from ..backends.paged import PagedStore
 from ..errors import ArgumentError, BudgetError
 from ..execute.executor import Executor, Resumed
 from ..execute.late import Late, Stages
@@ -41,12 +40,21 @@ from ..planners.chain.pieces import PersistentPlanner, chain_plan, survey
 from ..planners.uniform import UniformPlan
 from ..schedule.rules import Rules
 from ..schedule.timeline import Timeline
+from ..states.layout import Layout
 from ..states.varied import VariedStates
 from ..support.progress import Bars
 from .arguments import Arguments, one_tape
 from .described import described, schedule_of
 from .opened import OpenStores
-from .streamed import MOST_STREAMED, bounded, measured_rates, require_room, seen_rates
+from .streamed import (
+    MOST_STREAMED,
+    bounded,
+    largest_of,
+    measured_rates,
+    probe_bytes,
+    require_room,
+    seen_rates,
+)
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -104,8 +112,8 @@ class Unequal(Generic[State, Adjoint]):
         Of the next sweep; None if it is to be surveyed.
     stale : bool
         Whether the plan is to be made again, by other costs.
-    tier : PagedStore or None
-        What that sweep needs open, on the slow tier.
+    tier : Store or None
+        The slow tier, if that sweep writes to it.
     late : Late or None
         What is asked where its transfers are late.
 
@@ -123,7 +131,7 @@ class Unequal(Generic[State, Adjoint]):
         self.metered = Metered(chain, self.states)
         self.chain_plan: ChainPlan | None = None
         self.stale = False
-        self.tier: PagedStore | None = None
+        self.tier: Store | None = None
         self.late: Late | None = None
         self._opened, self._bars, self._checked = opened, bars, given.checked
         self._store: Store | None = given.first_store
@@ -148,7 +156,8 @@ class Unequal(Generic[State, Adjoint]):
     def _room(self, costs: StageCosts) -> int:
         """Return the bytes for kept states and tapes.  Raises BudgetError."""
         largest = largest_state(costs)
-        buffers = 0 if self._store is None else PagedStore(self._store, largest).buffer_bytes()
+        store = self._store
+        buffers = 0 if store is None else store.buffer_bytes(Layout.up_to(largest))
         slots = self._budget.slots_for(largest, buffers)
         return slots * largest if self._budget.bytes is None else self._budget.bytes - buffers
 
@@ -191,7 +200,8 @@ class Unequal(Generic[State, Adjoint]):
         tier = self.tier
         stores: tuple[Store, ...] = () if tier is None else (tier,)
         if tier is not None:
-            self._opened.open(stores, tier.page_layout)
+            assert self.chain_plan is not None
+            self._opened.open(stores, largest_of(self.chain_plan.costs))
         if executor is None or executor.stores != stores:
             executor = Executor(
                 self._bars.watch(self.metered, self._mean_step_s),
@@ -222,19 +232,19 @@ class Unequal(Generic[State, Adjoint]):
         self._make_plan(costs)
 
     def _make_plan(self, costs: StageCosts) -> None:
-        room, paged, rates = self._room(costs), None, None
-        if self._store is not None and len(costs.stages) <= MOST_STREAMED:
-            paged = PagedStore(self._store, largest_state(costs))
-            require_room(paged, costs)
+        room, store, rates = self._room(costs), self._store, None
+        if store is not None and len(costs.stages) <= MOST_STREAMED:
+            require_room(store, costs)
             if self._rates is None:
-                self._rates = measured_rates(paged)
-            rates = bounded(self._rates, paged, costs)
+                self._rates = measured_rates(store, probe_bytes(costs))
+            rates = bounded(self._rates, store, costs)
         self.chain_plan, self.stale = chain_plan(costs, room, self._planner, rates), False
         written = sum(isinstance(action, Put) for action in self.chain_plan.actions)
         self.tier = self.late = None
-        if written and self._store is not None:
+        if written and store is not None:
             # All may be waiting: a plan counts on no write but that of what it evicts.
-            self.tier = PagedStore(self._store, largest_state(costs), things=written)
+            store.queue_depth = max(store.queue_depth, written)
+            self.tier = store
             actions = partial(performed, n_steps=len(costs.stages))
             self.late = Late(Stages(self.chain_plan, self.rules, actions, inside=False))
 

@@ -19,7 +19,7 @@ Packing = Sequence[Geometry | Literal["scalar"] | None]
 SCALAR: Final = "scalar"
 ItemT = TypeVar("ItemT")
 T = TypeVar("T")
-_ALIGN = 64
+ALIGN = 64
 Keys = tuple[tuple[Hashable, ...], ...]
 
 
@@ -100,6 +100,8 @@ class Layout:
     fixed : bool
         Whether no leaf of a state can be exchanged for another: its tree is
         made of tuples only.
+    varied : bool
+        Whether states differ in the number, shapes and dtypes of their arrays; see `up_to`.
 
     Examples
     --------
@@ -114,6 +116,7 @@ class Layout:
         self.spec = spec
         self.leaves = leaves
         self.nbytes = nbytes
+        self.varied = False
         self.single = (
             (leaves[0].shape, leaves[0].dtype) if spec.is_leaf() and len(leaves) == 1 else None
         )
@@ -146,9 +149,23 @@ class Layout:
             name = "".join(f"[{key!r}]" for key in path)
             array = _plain(value, name)
             leaves.append(Leaf(name, array.shape, array.dtype, offset, array.nbytes))
-            offset += -(-array.nbytes // _ALIGN) * _ALIGN
+            offset += -(-array.nbytes // ALIGN) * ALIGN
         _hashable(spec, state)
-        return cls(spec, tuple(leaves), max(offset, _ALIGN), key_orders(state))
+        return cls(spec, tuple(leaves), max(offset, ALIGN), key_orders(state))
+
+    @classmethod
+    def up_to(cls, nbytes: int) -> Layout:
+        """Return the layout of states that differ, each of arrays of at most so many bytes.
+
+        Examples
+        --------
+        >>> layout = Layout.up_to(1000)
+        >>> layout.nbytes, layout.varied
+        (1024, True)
+        """
+        layout = cls.of(np.broadcast_to(np.uint8(0), (nbytes,)))
+        layout.varied = True
+        return layout
 
     def arrays(self, state: object, where: int | str = "the state") -> list[Array]:
         """Return the arrays of `state`, in record order.
@@ -256,7 +273,8 @@ class Layout:
 
     def same_as(self, other: Layout) -> bool:
         """Whether both describe the same states."""
-        return self.spec == other.spec and self.leaves == other.leaves
+        same = self.spec == other.spec and self.leaves == other.leaves
+        return same and self.varied == other.varied
 
 
 def key_orders(tree: object) -> Keys:

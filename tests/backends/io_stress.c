@@ -18,14 +18,15 @@ static char landing[JOBS][EXTENT] __attribute__((aligned(4096)));
 static int64_t failing_pwrite(int64_t fd, void *data, int64_t nbytes, int64_t position)
 {
     ssize_t done = pwrite((int)fd, data, (size_t)(nbytes > 4096 ? 4096 : nbytes), position);
-    return position == 3 * EXTENT ? -5 : done;
+    return position == 3 * 2 * 4096 ? -5 : done;
 }
 
 static int run(int fd, transfer_t *write_with)
 {
     static piece_t pieces[JOBS][2];
+    static span_t spans[JOBS][2];
     static job_t writes[JOBS], reads[JOBS];
-    io_options_t options = {fd, EXTENT, -1, bounce, CHUNK, 2, 5, write_with, NULL};
+    io_options_t options = {fd, -1, bounce, CHUNK, 2, 5, write_with, NULL};
     void *io = calloc(1, (size_t)ms_io_len());
     int wrong = 0;
     if (!io || ms_io_start(io, &options))
@@ -35,11 +36,14 @@ static int run(int fd, transfer_t *write_with)
             memset(source[i], turn * JOBS + i, BYTES);
             pieces[i][0] = (piece_t){source[i], 0, 9000};
             pieces[i][1] = (piece_t){source[i] + 9000, 9000, BYTES - 9000};
+            /* Two pages, and the others beyond those of all other jobs. */
+            spans[i][0] = (span_t){(int64_t)i * 2 * 4096, 2 * 4096};
+            spans[i][1] = (span_t){(int64_t)(JOBS * 2 + i * 3) * 4096, 3 * 4096};
             writes[i] = (job_t){.pieces = pieces[i], .n_pieces = 2, .nbytes = BYTES,
-                                .position = (int64_t)i * EXTENT};
+                                .spans = spans[i], .n_spans = 2};
             ms_io_submit(io, &writes[i], IO_WRITE);
             reads[i] = (job_t){.written = &writes[i], .data = landing[i], .nbytes = BYTES,
-                               .position = (int64_t)i * EXTENT};
+                               .spans = spans[i], .n_spans = 2};
             ms_io_submit(io, &reads[i], IO_READ);
             if (i % 5 == 4)
                 ms_io_cancel(&writes[i - turn % 4]);

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import random
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from multistage.backends import BaseStore, CheckpointLost, FileStore, MemoryStore, StoreStats
+from multistage.backends import CheckpointLost, FileStore, MemoryStore
 from multistage.backends.arena import LandingPool
 from multistage.backends.files import available_engines
 from multistage.backends.medium import Ram
 from multistage.backends.native import NativeFile
-from multistage.backends.paged import PagedStore
 from multistage.backends.streamed import StreamedStore
 from multistage.states.layout import Array, Layout
 
@@ -46,7 +43,7 @@ class Held:
         )
         if engine == "native":
             self.store._new_carrier = lambda layout, extent_bytes: NativeFile(  # type: ignore[method-assign]
-                folder, extent_bytes, pwrite=self._pwrite
+                folder, pwrite=self._pwrite
             )
 
     def _wait(self) -> None:
@@ -54,8 +51,8 @@ class Held:
         self.begun.set()
         self._gate.wait()
 
-    def _medium(self, extent_bytes: int) -> Ram:
-        medium = Ram(extent_bytes)
+    def _medium(self) -> Ram:
+        medium = Ram()
         write = medium.write
 
         def held(slot: int, offset: int, data: Array) -> None:
@@ -91,8 +88,8 @@ def test_reads_that_are_dropped_before_they_begin_free_what_they_would_land_in(
 ) -> None:
     held, landings = make(), []
 
-    def take(pool: LandingPool) -> Array:
-        landings.append(weakref.ref(memory := taken(pool)))
+    def take(pool: LandingPool, nbytes: int) -> Array:
+        landings.append(weakref.ref(memory := taken(pool, nbytes)))
         return memory
 
     taken = LandingPool.take
@@ -190,7 +187,6 @@ def test_a_store_closes_with_cancelled_writes(make: Callable[..., Held]) -> None
 RANDOM: dict[str, Callable[[Path], Any]] = {
     "memory": lambda folder: MemoryStore(20 * 8192, buffer_bytes=0, queue_depth=6),
     "native": lambda folder: FileStore(folder, "native", buffer_bytes=0, queue_depth=6),
-    "paged": lambda folder: PagedStore(MemoryStore(), LAYOUT.nbytes, 1024, things=6),
     "small": lambda folder: MemoryStore(buffer_bytes=6 * 5 * LAYOUT.nbytes),
 }
 
@@ -241,75 +237,24 @@ def test_random_operations_against_a_dict(name: str, tmp_path: Path) -> None:
         store.close()
 
 
-def test_a_thing_is_given_up_whole(make: Callable[..., Held]) -> None:
+def test_a_state_of_any_size_is_given_up_whole(make: Callable[..., Held]) -> None:
     held = make()
-    store = PagedStore(held.store, 8000, 1024, things=3)
-    store.open()
-    things = [[STATE + key] for key in range(3)]
-    for key in range(3):
+    store = held.store
+    store.open(Layout.up_to(8000))
+    things = [[STATE[: 900 + key], STATE[:3] + key] for key in range(4)]
+    for key in range(4):
         assert store.put(key, things[key])
     assert held.begun.wait(60)
-    store.cancel(1)
-    assert not store.ended(1, 0.0)
+    store.cancel(2)
+    assert not store.ended(2, 0.0)
     held.let_go()
-    assert store.ended(1, 60.0)
-    assert [store.wait_written(key) for key in range(3)] == [True, False, True]
+    assert store.ended(2, 60.0)
+    assert [store.wait_written(key) for key in range(4)] == [True, True, False, True]
     with pytest.raises(CheckpointLost):
-        store.get(1)
-    for key in (2, 0):
-        assert store.get(key)[0].tolist() == things[key][0].tolist()
+        store.get(2)
+    for key in (3, 1, 0):
+        found = store.get(key)
+        assert [a.tolist() for a in found] == [a.tolist() for a in things[key]]
         store.drop(key)
-    assert held.store.stats.stored_bytes == 0
-    store.close()
-
-
-class Silent(BaseStore):
-    """Looks at what it was given only in `wait_written`, and cannot tell what has ended."""
-
-    name, queue_depth = "silent", 2
-
-    def __init__(self) -> None:
-        self.stats: StoreStats = StoreStats()
-        self.transfers: deque[Any] = deque(maxlen=100)
-        self.given: dict[int, weakref.ref[Any]] = {}
-        self.most = 0
-
-    def buffer_bytes(self, layout: Layout) -> int:
-        return 0
-
-    def capacity_states(self, layout: Layout) -> int | None:
-        return None
-
-    def open(self, layout: Layout) -> None:
-        self.given.clear()
-
-    def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
-        self.given[key] = weakref.ref(arrays[0])
-        self.most = max(self.most, len(self.given))
-        return True
-
-    def wait_written(self, key: int) -> bool:
-        given = self.given.pop(key, None)
-        assert given is None or given() is not None, "let go while the store may look at it"
-        return True
-
-    def prefetch(self, key: int) -> None: ...
-
-    def get(self, key: int) -> list[Array]:
-        raise CheckpointLost(os.strerror(errno.EIO))
-
-    def drop(self, key: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def test_a_copy_stays_until_a_store_that_cannot_tell_is_done_with_it() -> None:
-    inner = Silent()
-    store = PagedStore(inner, 100, 1024)
-    store.open()
-    for key in range(30):
-        assert not store.waits([80])
-        assert store.put(key, [np.arange(10.0)], block=True)
-    assert inner.most <= 9  # eight copies wait, no more, and one is put
-    assert all(store.wait_written(key) for key in range(30))
+    assert store.stats.stored_bytes == 0
     store.close()

@@ -10,7 +10,6 @@ import pytest
 from multistage.backends import CascadeStore, FileStore, MemoryStore, Store
 from multistage.backends.base import require_distinct
 from multistage.backends.files import available_engines
-from multistage.backends.paged import PagedStore
 from multistage.backends.testing import FaultyStore, check_store
 from multistage.errors import ArgumentError
 
@@ -68,10 +67,9 @@ def test_contract(name: str, tmp_path: Path) -> None:
     check_store(lambda: STORES[name](tmp_path))
 
 
-@pytest.mark.parametrize("wrapped", [FaultyStore, lambda store: PagedStore(store, 1000)])
-def test_a_store_inside_of_another_belongs_to_one_run(wrapped: Callable[[Store], Store]) -> None:
+def test_a_store_inside_of_another_belongs_to_one_run() -> None:
     store = MemoryStore(1 << 20)
-    outer = wrapped(CascadeStore(store, MemoryStore()))
+    outer = FaultyStore(CascadeStore(store, MemoryStore()))
     assert outer.exact
     assert outer.name == "memory>memory"
     with pytest.raises(ArgumentError, match="name the store 'memory' twice"):

@@ -310,8 +310,9 @@ def test_filesystems_without_direct_transfers(
         return system_open(path, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", refusing)
-    medium = DirectFile(tmp_path, 4096)
+    medium = DirectFile(tmp_path)
     assert not medium.direct
+    medium.begin(2, 4096)
     medium.write(2, 0, np.full(4096, 7, np.uint8))
     data = np.zeros(4096, np.uint8)
     medium.read(2, data)

@@ -58,7 +58,7 @@ def hooked(
 ) -> StreamedStore:
     store = StreamedStore("hooked", buffer_bytes=buffer_bytes, bounces=2)
     store._new_carrier = lambda layout, extent_bytes: NativeFile(  # type: ignore[method-assign]
-        folder, extent_bytes, pwrite=write, pread=read
+        folder, pwrite=write, pread=read
     )
     return store
 
@@ -374,8 +374,8 @@ def test_a_forgotten_store_stops_its_threads(tmp_path: Path) -> None:
 
 def test_the_size_of_the_structures() -> None:
     """What ctypes believes is what the compiler made."""
-    assert ctypes.sizeof(native.Job) == 13 * 8
-    assert ctypes.sizeof(native.IoOptions) == 9 * 8
+    assert ctypes.sizeof(native.Job) == 14 * 8
+    assert ctypes.sizeof(native.IoOptions) == 8 * 8
     library, options = native.library(), native.IoOptions(fd=-1, chunk_bytes=100, n_bounces=1)
     engine = (ctypes.c_char * library.ms_io_len())()
     assert library.ms_io_start(ctypes.addressof(engine), ctypes.byref(options)) == errno.EINVAL

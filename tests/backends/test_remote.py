@@ -160,7 +160,7 @@ def test_faults_lose_checkpoints_and_no_more(name: str, connections: int, size: 
         faulty = Faulty(lambda called, number, at=fault: (called, number) == (name, at))  # type: ignore[misc]
         store = StreamedStore(
             "faulty",
-            lambda extent_bytes, filesystem=faulty: RemoteObjects(  # type: ignore[misc]
+            lambda filesystem=faulty: RemoteObjects(  # type: ignore[misc]
                 filesystem, "/tests/faulty", connections
             ),
             buffer_bytes=0,

@@ -32,8 +32,8 @@ LAYOUT = Layout.of(STATE)
 class Gate(Ram):
     """Host memory whose writes wait at a gate."""
 
-    def __init__(self, extent_bytes: int, folder: Path) -> None:
-        super().__init__(extent_bytes)
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.open = threading.Event()
 
     def write(self, slot: int, offset: int, data: Array) -> None:
@@ -44,14 +44,14 @@ class Gate(Ram):
 class NativeGate(NativeFile):
     """The same of the native engine."""
 
-    def __init__(self, extent_bytes: int, folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.open = gate = threading.Event()
 
         def pwrite(fd: int, address: int, nbytes: int, position: int) -> int:
             gate.wait()
             return os.pwrite(fd, (ctypes.c_char * nbytes).from_address(address), position)
 
-        super().__init__(folder, extent_bytes, pwrite=pwrite)
+        super().__init__(folder, pwrite=pwrite)
 
 
 class Gates:
@@ -62,15 +62,15 @@ class Gates:
         self.made: list[Gate | NativeGate] = []
 
     def store(self, buffer_bytes: int, queue_depth: int = 2) -> StreamedStore:
-        def made(extent_bytes: int) -> Any:
-            self.made.append(self._kind(extent_bytes, self._folder))
+        def made() -> Any:
+            self.made.append(self._kind(self._folder))
             return self.made[-1]
 
         store = StreamedStore(
             "gated", made, buffer_bytes=buffer_bytes, queue_depth=queue_depth, bounces=2
         )
         if self._kind is NativeGate:
-            store._new_carrier = lambda layout, nbytes: made(nbytes)  # type: ignore[method-assign]
+            store._new_carrier = lambda layout, nbytes: made()  # type: ignore[method-assign]
         store.open(LAYOUT)
         return store
 
@@ -259,9 +259,8 @@ def test_records_with_extents_of_their_own_come_back_from_fewer_buffers(
     name: str, tmp_path: Path
 ) -> None:
     store = MemoryStore() if name == "memory" else FileStore(tmp_path)
-    layout = Layout.of(np.zeros(1 << 16, np.uint8))
-    shared = store.buffer_bytes(layout)
-    store.coalesces = False
+    shared = store.buffer_bytes(Layout.of(np.zeros(1 << 16, np.uint8)))
+    layout = Layout.up_to(1 << 16)
     assert store.buffer_bytes(layout) < shared / 8
     store.open(layout)
     pages = [np.full(1 << 16, k, np.uint8) for k in range(5)]

@@ -53,7 +53,7 @@ def numbers_in(data: Any) -> Any:
 def compressed(folder: Path, codec: Callable[[], _Codec]) -> Medium:
     pytest.importorskip("blosc2")
     pytest.importorskip("zfpy")
-    return _Compressed(DirectFile(folder, EXTENT), codec(), EXTENT)
+    return _Compressed(DirectFile(folder), codec(), EXTENT)
 
 
 def remote(folder: Path) -> Medium:
@@ -62,8 +62,8 @@ def remote(folder: Path) -> Medium:
 
 
 MEDIA: dict[str, Callable[[Path], Medium]] = {
-    "memory": lambda folder: Ram(EXTENT),
-    "direct": lambda folder: DirectFile(folder, EXTENT),
+    "memory": lambda folder: Ram(),
+    "direct": lambda folder: DirectFile(folder),
     "remote": remote,
     "not compressed": lambda folder: compressed(folder, _Nothing),
     "blosc": lambda folder: compressed(folder, lambda: _Blosc(LAYOUT)),
@@ -101,6 +101,8 @@ class Meanwhile:
 def test_a_read_and_a_write_at_the_same_time(name: str, writes: bool, tmp_path: Path) -> None:
     """While a state fitted a page its compressed bytes went through one buffer both ways."""
     medium = MEDIA[name](tmp_path)
+    for number in (0, 1):
+        medium.begin(number, EXTENT)
     medium.write(0, 0, paged(state(0)))
     medium.write(1, 0, paged(state(1)))
     at, left = 1, 0
@@ -131,7 +133,8 @@ def test_zfp_does_not_believe_a_buffer_that_was_changed(tmp_path: Path) -> None:
             data[100] ^= 1
             super().write(slot, offset, data)
 
-    medium = _Compressed(Changing(tmp_path, EXTENT), _Zfp(LAYOUT, 1e-6), EXTENT)
+    medium = _Compressed(Changing(tmp_path), _Zfp(LAYOUT, 1e-6), EXTENT)
+    medium.begin(0, EXTENT)
     medium.write(0, 0, paged(state(0)))
     with pytest.raises(OSError, match="checksum does not match: compressed"):
         medium.read(0, pages(EXTENT))

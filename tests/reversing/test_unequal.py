@@ -39,7 +39,6 @@ from multistage.actions import (
     Tape,
 )
 from multistage.backends import FileStore, MemoryStore, Store
-from multistage.backends.paged import PagedStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import (
     ArgumentError,
@@ -56,6 +55,7 @@ from multistage.planners.chain.heterogeneous import smallest_memory
 from multistage.planners.chain.memory import performed
 from multistage.reversing import streamed, unequal, uniform
 from multistage.reversing.unequal import Unequal, largest_state
+from multistage.states.layout import Layout
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +158,7 @@ def test_no_more_memory_than_budget_and_largest_step(
             tier, budget = None, room + 200
             if what == "streamed":
                 tier = FileStore(tmp_path, "direct", buffer_bytes=0)
-                budget += (buffers := PagedStore(tier, largest_state(costs)).buffer_bytes())
+                budget += (buffers := tier.buffer_bytes(Layout.up_to(largest_state(costs))))
                 limit += buffers
             with Reversal(chain, n_steps=n, memory=budget, costs=given, tiers=tier) as run:
                 for sweep in range(2):
@@ -512,16 +512,16 @@ def test_states_of_unequal_size_travel(name: str, kind: str, tmp_path: Path) -> 
 @pytest.mark.long(but="functional-*")
 @pytest.mark.parametrize("fault", ["refuse", "lose_write", "lose_read"])
 @pytest.mark.parametrize("kind", ["functional", "in-place-tape"])
-def test_a_fault_at_every_page_costs_time_only(
+def test_a_fault_at_any_transfer_costs_time_only(
     kind: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Pages are numbered again where a plan is: one plan, whatever the machine is busy with.
+    # Transfers are numbered again where a plan is: one plan, whatever the machine is busy with.
     fast = Tier.of_rates(1e12, 1e12, tapes=False)
-    monkeypatch.setattr(unequal, "measured_rates", lambda paged: fast)
+    monkeypatch.setattr(unequal, "measured_rates", lambda store, nbytes: fast)
     monkeypatch.setattr(unequal, "seen_rates", lambda rates, timeline: rates)
     case = Case(5, kind, 12)
     answer, costs, noticed = case.store_all(), case.costs, 0
-    numbers: list[Any] = [0, 3, 21, None]
+    numbers: list[Any] = [0, 1, 3, None]
     on = [False]
     for number in numbers:
 

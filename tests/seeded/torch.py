@@ -10,10 +10,10 @@ torch/test_pinned.py
 + entry = self._order.pop()
 
 torch/test_pinned.py
-- Entry(key, slot, written, sources)
-+ Entry(key, slot, written)
+- self._placed(arrays)[0], sources=sources)
++ self._placed(arrays)[0])
 
-torch/test_pinned.py
+torch/test_pinned.py in torch/tiers/pinned_memory.py
 - left -= nbytes
 + left -= count * size
 
@@ -124,10 +124,6 @@ torch/test_helpers.py
 -             module._buffers[key] = buffer
 -             undo_writes()
 +             module._buffers[key] = buffer
-
-torch/test_helpers.py
--         page[at:].zero_()  # not what lay there before
-+         pass
 
 torch/test_helpers.py
 -                 self._take_back(range(start, stop))

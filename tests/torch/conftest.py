@@ -128,9 +128,9 @@ def _steady_tiers(patch: pytest.MonkeyPatch) -> None:
             found, write_s=2e-4, read_s=2e-4, write_overhead_s=1e-5, read_overhead_s=1e-5
         )
 
-    def rates(paged: Any) -> Any:
-        rate = paged.page_bytes / 2e-4
-        return replace(measured_rates(paged), write_bytes_per_s=rate, read_bytes_per_s=rate)
+    def rates(store: Any, nbytes: int) -> Any:
+        rate = nbytes / 16 / 2e-4
+        return replace(measured_rates(store, nbytes), write_bytes_per_s=rate, read_bytes_per_s=rate)
 
     for module in (cell_costs, streamed):
         patch.setattr(module, "probe_store", probed)

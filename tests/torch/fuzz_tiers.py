@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from tierfuzz.chains import WIDTH, Spoil, Spoils, random_chain
-from tierfuzz.faults import Flaky, FlakyFile, Interrupts, Pace, flaky_rows, poisoned
+from tierfuzz.faults import Flaky, FlakyFile, Interrupts, Pace, poisoned
 from tierfuzz.late import as_planned, course
 from tierfuzz.plans import random_plan
 
@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from multistage.actions import (
     Action,
 )
-from multistage.backends import FileStore, MemoryStore
 from multistage.planners.chain.heterogeneous import ChainPlan
 from multistage.torch.chains.runner import Run
 from multistage.torch.environment.scope import Scope
@@ -166,7 +165,7 @@ def play(seed: int) -> tuple[str, bool]:
     rng = random.Random(seed)
     way = rng.choice(WAYS)
     what = rng.choice(["none", "none", "full", "write", "read", "break", "close", "small"])
-    kind = rng.choice(["memory", "file", "rows in memory", "rows in a file"])
+    kind = rng.choice(["memory", "file"])
     pace = rng.choice(["free", "eager", "lazy", "mixed"])
     late = rng.choice([0.0, 0.0, 0.3, 1.0])
     count = 2 if way in ("two", "two back", "same", "again") else 1
@@ -183,16 +182,11 @@ def play(seed: int) -> tuple[str, bool]:
         warnings.simplefilter("ignore")
         capacity = PAGE * rng.randrange(1, 30) if what == "small" else None
         store: Any
-        if kind == "rows in memory":
-            store = MemoryStore(capacity, buffer_bytes=0)
-        elif kind == "rows in a file":
-            store = FileStore(folder, buffer_bytes=0, capacity_bytes=capacity)
-        elif kind == "file":
+        if kind == "file":
             store = FlakyFile(folder, buffer_bytes=0, capacity_bytes=capacity).fail(what, when)
         else:
             store = Flaky(what, when)
             store.capacity_bytes = capacity
-        stack.enter_context(flaky_rows(what, when))  # of stores that take rows
         berth = Berth(store, CPU, PAGE)
         stack.callback(berth.close)
         plain = [random_chain(seed + k) for k in range(count)]

@@ -19,6 +19,7 @@ from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, StateError
 from multistage.model.stages import Stage
+from multistage.states.layout import Layout
 from multistage.support.waiting import Latch
 from multistage.torch.environment.holders import OfDict
 from multistage.torch.environment.scope import Scope
@@ -32,7 +33,7 @@ from multistage.torch.tensors.geometry import Geometry, whole
 from multistage.torch.tensors.graphs import graph_begins, leaves_below
 from multistage.torch.tensors.meter import Meter
 from multistage.torch.tensors.states import TensorState
-from multistage.torch.tiers.paging import Pager, page_layout
+from multistage.torch.tiers.paging import Pager
 from multistage.torch.tiers.parcels import Origins, Parcel
 from multistage.torch.tiers.porter import Porter
 from multistage.torch.tracing.cutting import Cut, _written_beyond
@@ -228,20 +229,8 @@ class Dropping(MemoryStore):
 
 
 def _pager(store: Any) -> Pager:
-    store.open(page_layout(PAGE))
+    store.open(Layout.up_to(PAGE))
     return Pager(store, PAGE)
-
-
-def test_the_rest_of_a_last_page_is_empty() -> None:
-    store = MemoryStore()
-    pager = _pager(store)
-    dirty = torch.full((4 * PAGE,), 7, dtype=torch.uint8)
-    del dirty  # its memory is the next to be used
-    keys = pager.put([torch.ones(PAGE + 8, dtype=torch.uint8)])
-    assert keys is not None and pager.wait(keys)
-    (page,) = store.get(keys[-1])
-    assert list(page) == [1] * 8 + [0] * (PAGE - 8)
-    store.close()
 
 
 @pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")

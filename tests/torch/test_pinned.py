@@ -46,22 +46,21 @@ class AsArrays:
 
     def __init__(self, store: PinnedStore) -> None:
         self._store = store
+        self._kinds: dict[int, list[Any]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def open(self, layout: Layout) -> None:
-        self._layout = layout
-        self._store.open(layout)
-
     def put(self, key: int, arrays: Sequence[Any], *, block: bool = False) -> bool:
         lines = [a.reshape(-1).view(np.uint8) for a in arrays]
+        self._kinds[key] = [(a.dtype, a.shape) for a in arrays]
         return self._store.put(key, lines, block=block)
 
     def get(self, key: int) -> list[Any]:
         found = []
-        for leaf, line in zip(self._layout.leaves, self._store.get(key), strict=True):
-            array = line.numpy().view(leaf.dtype).reshape(leaf.shape)
+        lines = self._store.get(key)
+        for (dtype, shape), line in zip(self._kinds[key], lines, strict=True):
+            array = line.numpy().view(dtype).reshape(shape)
             array.flags.writeable = False
             found.append(array)
         return found

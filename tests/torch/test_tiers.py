@@ -48,8 +48,7 @@ from multistage.actions import (  # noqa: E402
 )
 from multistage.backends import FileStore, MemoryStore  # noqa: E402
 from multistage.backends.base import CheckpointLost  # noqa: E402
-from multistage.backends.file_rows import FileRows  # noqa: E402
-from multistage.backends.rows import MemoryRows  # noqa: E402
+from multistage.backends.streamed import StreamedStore  # noqa: E402
 from multistage.errors import (  # noqa: E402
     ArgumentError,
     BudgetError,
@@ -61,6 +60,7 @@ from multistage.errors import (  # noqa: E402
 from multistage.model.stages import Stage, StageCosts  # noqa: E402
 from multistage.model.tier import Tier  # noqa: E402
 from multistage.schedule.simulation import simulate  # noqa: E402
+from multistage.states.layout import Layout  # noqa: E402
 from multistage.torch.chains import hooking  # noqa: E402
 from multistage.torch.chains.links import Script  # noqa: E402
 from multistage.torch.chains.runner import Run  # noqa: E402
@@ -71,7 +71,6 @@ from multistage.torch.planning import choosing  # noqa: E402
 from multistage.torch.planning.choosing import held_by_caller  # noqa: E402
 from multistage.torch.tensors.meter import Meter  # noqa: E402
 from multistage.torch.tiers import tiered  # noqa: E402
-from multistage.torch.tiers.paging import page_layout  # noqa: E402
 from multistage.torch.tiers.porter import Carried, Porter  # noqa: E402
 from multistage.torch.tiers.stowage import Berth, Stowage  # noqa: E402
 
@@ -746,27 +745,26 @@ def test_sequential_trains_as_plain_with_a_tier(tier: str, tmp_path: Any) -> Non
 def test_rows_that_fail_cost_time_and_no_bits(
     fault: str, kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = MemoryRows if kind == "memory" else FileRows
-    put, read, count = rows.put, rows.read, itertools.count()
+    put, get, count = StreamedStore.put, StreamedStore.get, itertools.count()
 
-    def failing_put(self: Any, lines: Any, cancelled: Any) -> int | None:
+    def failing_put(self: Any, key: int, arrays: Any, *, block: bool = False) -> bool:
         if fault != "lost" and next(count) % 3 == 0:
             if fault == "broken":
                 raise OSError("the cable is out")
-            return None
-        return put(self, lines, cancelled)
+            return False
+        return put(self, key, arrays, block=block)
 
-    def failing_read(self: Any, key: int, targets: Any, stopped: Any) -> None:
+    def failing_get(self: Any, key: int) -> list[Any]:
         if fault == "lost" and next(count) % 3 == 0:
             raise CheckpointLost("bad checksum")
-        read(self, key, targets, stopped)
+        return get(self, key)
 
     expected = results(plain := deep(), plain, rows=ROWS)
     model = sequential(store() if kind == "memory" else f"file://{tmp_path}")
     assert any(isinstance(a, Put) for a in model.plan.actions)
     model.load_state_dict(deep().state_dict())
-    monkeypatch.setattr(rows, "put", failing_put)
-    monkeypatch.setattr(rows, "read", failing_read)
+    monkeypatch.setattr(StreamedStore, "put", failing_put)
+    monkeypatch.setattr(StreamedStore, "get", failing_get)
     waits = on_time()  # else what failed may be given up
     with waits, pytest.warns(CheckpointWarning, match="computed again"):
         assert same(results(model, model, rows=ROWS), expected)
@@ -865,7 +863,7 @@ def test_a_chain_that_is_dropped_closes_its_tier() -> None:
     assert model._multistage.tiered._berth.opened is not None
     del model
     gc.collect()
-    tier.open(page_layout(64))
+    tier.open(Layout.up_to(64))
     tier.close()
 
 

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from ...actions import Action, Advance, EndForward, Load, Reverse, Tape
 from ...backends.base import Store
-from ...backends.paged import PagedStore
 from ...errors import BudgetError
 from ...execute.late import Late, Stages
 from ...model.budget import Budget
@@ -22,6 +21,7 @@ from ...model.stages import Stage, StageCosts
 from ...planners.chain.heterogeneous import plan_chain
 from ...planners.chain.memory import performed
 from ...reversing.described import described
+from ...reversing.streamed import largest_of
 from ...schedule.simulation import simulate
 from ...support.progress import Bars
 from ..environment.captured import generators_of
@@ -46,7 +46,7 @@ from .surroundings import Surroundings
 from .sweeping import Sweep, rules_of, through
 from .unroll_plan import UnrollPlan
 from .varied_planning import plan_again, planned_varied
-from .varied_search import pages_for, seen_slower
+from .varied_search import seen_slower
 from .varied_time import VariedTensors, VariedThroughTime
 
 _weighed: Memory[bool] = Memory()  # sequences whose graphs were seen to hold to given costs
@@ -89,7 +89,7 @@ def unroll_varied(
     device, around = cuda_or_cpu(involved), Surroundings(cells, facts, generators, involved)
     around.compared = settings.check != "off"
     # States of any size go by way of host memory.
-    store = open_tiers(settings.tiers, torch.device("cpu"))
+    store = open_tiers(settings.tiers, torch.device("cpu"), varied=True)
 
     def checked(plan: UnrollPlan, steps: Steps) -> Checked:
         return _checked(program, survey, state, around, device, plan, steps, settings.check)
@@ -237,22 +237,23 @@ class _Program:
         names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
         bars = Bars(False if settings is None else settings.progress)
         assert chosen.plan is not None
-        paged = was_late = None
+        layout = was_late = None
         late: Late | None = None
         if store is not None and settings is not None and chosen.plan.writes:
-            paged = pages_for(store, costs, chosen.plan.writes)
+            layout = largest_of(costs)
+            store.queue_depth = max(store.queue_depth, chosen.plan.writes)
             if chosen.chain.tier is not None and chosen.chain.memory_bytes is not None:
                 rules = partial(rules_of, chosen.chain, chosen.plan)
                 actions = partial(performed, n_steps=chosen.plan.n_steps)
                 course = Stages(chosen.chain, rules, actions, inside=False)
                 late = Late(course)
-                was_late = partial(_plan_for_slower, chosen, settings, paged, course)
+                was_late = partial(_plan_for_slower, chosen, settings, costs, course)
         run = Sweep(
             chain,
             chain.first(leaves),
             chosen,
-            paged,
-            None if paged is None else paged.page_layout,
+            None if layout is None else store,
+            layout,
             VariedTensors(names),
             bars,
             late,
@@ -263,11 +264,11 @@ class _Program:
 
 
 def _plan_for_slower(
-    chosen: UnrollPlan, settings: Settings, paged: PagedStore, course: Stages
+    chosen: UnrollPlan, settings: Settings, costs: StageCosts, course: Stages
 ) -> None:
     """Plan the next sequence for a tier as slow as it was when this one went on without it."""
     # Of what was planned, not of what is known by now: a second backward tells it again.
-    seen_slower(settings, paged, course.slowed)
+    seen_slower(settings, costs, course.slowed)
     plan_again(chosen)
 
 

@@ -12,14 +12,20 @@ from functools import partial
 
 from ...actions import Evict, Put, Reverse, Tape
 from ...backends.base import Store
-from ...backends.paged import PagedStore
 from ...errors import BudgetError, StoreError
 from ...model.stages import StageCosts
 from ...model.tier import Tier
 from ...planners.chain.heterogeneous import plan_chain
 from ...planners.chain.pieces import MOST_AT_ONCE, plan_within
 from ...planners.chain.plan import ChainPlan
-from ...reversing.streamed import MOST_STREAMED, bounded, measured_rates, require_room
+from ...reversing.streamed import (
+    MOST_STREAMED,
+    bounded,
+    largest_of,
+    measured_rates,
+    probe_bytes,
+    require_room,
+)
 from ...support.units import format_bytes
 from .chunks import Steps
 from .planning import Memory, Settings
@@ -162,12 +168,12 @@ class Search:
             If there is none within `memory`, or the tier lacks room.
         """
         costs = self._steps.chained(cuts)
-        paged = pages_for(store, costs)
-        buffers = paged.buffer_bytes()
+        buffers = store.buffer_bytes(largest_of(costs))
         room = memory - self._held - buffers
-        require_room(paged, costs)
-        rates = _rates.got((settings.tiers, paged.page_bytes), lambda: measured_rates(paged))
-        rates = bounded(rates, paged, costs)
+        require_room(store, costs)
+        nbytes = probe_bytes(costs)
+        rates = _rates.got((settings.tiers, nbytes), lambda: measured_rates(store, nbytes))
+        rates = bounded(rates, store, costs)
         with _beside(self._held + buffers):
             plan = _streaming(costs, room, rates, by_name=by_name)
             if _pins(plan):
@@ -232,15 +238,9 @@ def _beside(nbytes: int) -> Iterator[None]:
         raise BudgetError.below(str(error), error.least_bytes + nbytes) from error
 
 
-def pages_for(store: Store, costs: StageCosts, things: int | None = None) -> PagedStore:
-    """Return a store as states of a chain see it: in pages, of so many things at once."""
-    largest = max(1, *(stage.output_bytes for stage in costs.stages))
-    return PagedStore(store, largest, things=things)
-
-
-def seen_slower(settings: Settings, paged: PagedStore, slowed: Callable[[Tier], Tier]) -> None:
-    """Take pages to travel as `slowed` makes of their rates, in plans to come."""
-    key = settings.tiers, paged.page_bytes
+def seen_slower(settings: Settings, costs: StageCosts, slowed: Callable[[Tier], Tier]) -> None:
+    """Take states to travel as `slowed` makes of their rates, in plans to come."""
+    key = settings.tiers, probe_bytes(costs)
     rates = _rates.get(key)
     if rates is not None:
         _rates.put(key, slowed(rates))

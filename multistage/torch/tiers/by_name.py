@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ...backends.base import Store
+from ...backends.cascade import CascadeStore
+from ...backends.memory import MemoryStore
+from ...backends.streamed import StreamedStore
 from ...backends.tier_url import told
 from ...backends.urls import TierName, open_store
 from ...errors import ArgumentError
@@ -17,7 +20,9 @@ from .pinned import PinnedStore
 _BETWEEN_BYTES = 256 << 20
 
 
-def open_tiers(tiers: Sequence[TierName], device: torch.device) -> Store | None:
+def open_tiers(
+    tiers: Sequence[TierName], device: torch.device, *, varied: bool = False
+) -> Store | None:
     """Return the store that some tiers make for states on a device, None for no tier.
 
     Parameters
@@ -27,6 +32,9 @@ def open_tiers(tiers: Sequence[TierName], device: torch.device) -> Store | None:
         `multistage.backends.urls.open_store` takes, or the first and one of the
         second, the fastest first; also in one string, as in
         `"pinned:8GiB > file:///scratch?capacity=1TiB > s3://bucket/run"`.
+    varied : bool
+        Whether states on the host differ in size: they lie in plain memory then, as close as
+        they fit, where else pinned memory has a slot for each.
 
     Raises
     ------
@@ -56,6 +64,10 @@ def open_tiers(tiers: Sequence[TierName], device: torch.device) -> Store | None:
             f"tiers {names} do not go together; give one, or pinned: and one below it"
         )
     below = open_store(found[0]) if found else None
+    if pinned and varied and below is None:
+        return MemoryStore(capacity)
+    if pinned and varied and capacity is not None and isinstance(below, StreamedStore):
+        return CascadeStore(MemoryStore(capacity), below)
     if pinned:
         return PinnedStore(capacity, device, below).as_store()
     if device.type == "cuda":

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ...backends.base import TransferRecord
-from ...states.layout import Array, Layout
+from ...states.layout import ALIGN, Array, Layout
 from ..tensors.streams import Event, Streams
 from .pinned_memory import Slot
 
@@ -42,6 +42,7 @@ class Entry:
 
     key: int
     slot: Slot | None
+    places: Sequence[tuple[int, int]]  # of its tensors in a slot: where they begin, and their bytes
     written: Event | None = None  # of its `out` copy
     sources: list[Tensor] = field(default_factory=list)  # of that copy, until it is known done
     below: bool = False  # the tier below has it
@@ -52,6 +53,10 @@ class Entry:
     landed: Event | None = None
     wanted: bool = False
     read: bool = False  # since it was last wanted
+
+    def lines(self, memory: Tensor) -> list[Tensor]:
+        """Return the parts of some memory in which its tensors lie."""
+        return [memory[at : at + nbytes] for at, nbytes in self.places]
 
 
 class Copies:
@@ -71,6 +76,7 @@ class Copies:
 
     def __init__(self, layout: Layout, streams: Streams, transfers: deque[TransferRecord]) -> None:
         self._layout, self._streams, self._transfers = layout, streams, transfers
+        self._places = [(leaf.offset, leaf.nbytes) for leaf in layout.leaves]
         self._queued: dict[Literal["write", "read"], deque[tuple[int, Event, Event]]] = {
             "write": deque(),
             "read": deque(),
@@ -87,6 +93,20 @@ class Copies:
                 copies.popleft()
                 self._transfers.append(TransferRecord(kind, key, *span, self._layout.nbytes))
 
+    def fits(self, arrays: Sequence[Tensor | Array]) -> bool:
+        """Whether a slot is large enough for a state."""
+        return not self._layout.varied or self._placed(arrays)[1] <= self._layout.nbytes
+
+    def _placed(self, arrays: Sequence[Tensor | Array]) -> tuple[list[tuple[int, int]], int]:
+        """Return where in a slot the tensors of a state lie, and where they end."""
+        if not self._layout.varied:
+            return self._places, self._layout.nbytes
+        places, at = [], 0
+        for array in arrays:
+            places.append((at, array.nbytes))
+            at += -(-array.nbytes // ALIGN) * ALIGN
+        return places, at
+
     def out(self, slot: Slot, key: int, arrays: Sequence[Tensor | Array]) -> Entry:
         """Queue the copy of a state into a slot."""
         streams = self._streams
@@ -95,12 +115,13 @@ class Copies:
             streams.wait("out", slot.used)
         began = streams.record("out")
         sources = [a if isinstance(a, Tensor) else torch.from_numpy(a) for a in arrays]
-        for line, source in zip(slot.lines, sources, strict=True):
+        entry = Entry(key, slot, self._placed(arrays)[0], sources=sources)
+        for line, source in zip(entry.lines(slot.memory), sources, strict=True):
             if line.numel():
                 streams.copy("out", line, source)
-        written = slot.used = streams.record("out")
-        self._queued["write"].append((key, began, written))
-        return Entry(key, slot, written, sources)
+        entry.written = slot.used = streams.record("out")
+        self._queued["write"].append((key, began, entry.written))
+        return entry
 
     def land(self, entry: Entry) -> None:
         """Queue the copy to the device of a state that is in pinned memory, unless it is."""
@@ -108,14 +129,12 @@ class Copies:
             return
         assert entry.slot is not None
         streams = self._streams
-        target = streams.empty(self._layout.nbytes)
-        leaves = self._layout.leaves
-        entry.landing = [target[leaf.offset : leaf.offset + leaf.nbytes] for leaf in leaves]
+        entry.landing = entry.lines(streams.empty(self._layout.nbytes))
         streams.wait("in", streams.record("compute"))
         if entry.slot.used is not None:
             streams.wait("in", entry.slot.used)
         began = streams.record("in")
-        for line, piece in zip(entry.slot.lines, entry.landing, strict=True):
+        for line, piece in zip(entry.lines(entry.slot.memory), entry.landing, strict=True):
             if line.numel():
                 streams.copy("in", piece, line)
         entry.landed = entry.slot.used = streams.record("in")

@@ -1,63 +1,71 @@
-"""Rows of bytes of any length in a `Store`, cut into pages of equal size.
+"""Lines of bytes of any length in a `Store`, in pages: what moves at a time.
 
-A store moves records of one layout; tensors of tapes and states have all sizes.  A
-*row* is some lines of bytes one after the other.  Its pages are written by reference
-where a page lies within one line, and gathered where it does not.
+A *row* is some lines of bytes one after the other.  Its pages are records of the store, each
+of parts of the lines, taken by reference.  So little memory is needed on the way, and a row
+that is needed no more can be given up between two pages.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from ...backends.base import CheckpointLost, Store
-from ...backends.paged import cut
-from ...states.layout import Layout
+from ...states.layout import ALIGN, Layout
 
 PAGE_BYTES = 1 << 20
 _LEAST_PAGE_BYTES = 4096
-_AHEAD = 4  # pages of a row that are read ahead
+_AHEAD = 3  # pages of a row that are read ahead
 DEPTH = 4  # pages whose writes may be waiting
 _SHARE = 12  # of a memory limit, the most that buffers should take
 
 
-def page_layout(page_bytes: int) -> Layout:
-    """Return the layout of a page."""
-    return Layout.of((np.broadcast_to(np.uint8(0), (page_bytes,)),))
+def page_for(store: Store, limit_bytes: int | None) -> tuple[int, int]:
+    """Return the size of pages for a memory limit, and the bytes of buffers they take.
 
-
-def buffers_of(store: Store, page_bytes: int) -> int:
-    """Return the bytes of host memory that a store of pages takes on the way.
-
-    Its own buffers, pages that are gathered or read ahead included.
-    """
-    ahead = 1 if store.counts_reads else _AHEAD
-    return store.buffer_bytes(page_layout(page_bytes)) + (ahead + DEPTH + 1) * page_bytes
-
-
-def page_for(store: Store, limit_bytes: int | None) -> int:
-    """Return the size of pages for a memory limit: the largest whose buffers are small beside it.
+    The largest whose buffers are small beside the limit.
 
     Examples
     --------
     >>> from multistage.backends import MemoryStore
-    >>> page_for(MemoryStore(buffer_bytes=0), 1 << 30)
+    >>> page_for(MemoryStore(), 1 << 30)[0]
     1048576
     """
-    sizes = []
     page_bytes = PAGE_BYTES
-    while page_bytes >= _LEAST_PAGE_BYTES:
-        taken = buffers_of(store, page_bytes)
-        if limit_bytes is None or _SHARE * taken <= limit_bytes:
-            return page_bytes
-        sizes.append((taken, page_bytes))
+    while True:
+        taken = store.buffer_bytes(Layout.up_to(page_bytes))
+        if limit_bytes is None or _SHARE * taken <= limit_bytes or page_bytes <= _LEAST_PAGE_BYTES:
+            return page_bytes, taken
         page_bytes //= 2
-    return min(sizes)[1]
+
+
+def cut(lengths: Sequence[int], page_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield what lies in each page: the number of a line, and its bytes from and to.
+
+    In a page each part takes a multiple of 64 bytes, as a page does.
+
+    Examples
+    --------
+    >>> list(cut([70, 100], 128))
+    [[(0, 0, 70)], [(1, 0, 100)]]
+    """
+    parts: list[tuple[int, int, int]] = []
+    room = page_bytes
+    for number, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            stop = min(length, start + room)
+            parts.append((number, start, stop))
+            room -= -(-(stop - start) // ALIGN) * ALIGN
+            start = stop
+            if not room:
+                yield parts
+                parts, room = [], page_bytes
+    if parts:
+        yield parts
 
 
 class Pager:
@@ -66,8 +74,9 @@ class Pager:
     Parameters
     ----------
     store : Store
-        Opened for `page_layout(page_bytes)`.
+        Opened for `Layout.up_to(page_bytes)`.
     page_bytes : int
+        A multiple of 64.
 
     Attributes
     ----------
@@ -101,10 +110,10 @@ class Pager:
         """
         start = stop = self._next_key
         for parts in cut([len(line) for line in lines], self.page_bytes):
-            page = [lines[number][first:last] for number, first, last in parts]
+            page = [_record(lines[number][first:last]) for number, first, last in parts]
             try:
                 taken = not self.stopped and not cancelled()
-                taken = taken and self._store.put(stop, [self._record(page)], block=True)
+                taken = taken and self._store.put(stop, page, block=True)
             except BaseException:
                 self._take_back(range(start, stop))
                 raise
@@ -118,19 +127,6 @@ class Pager:
     def _take_back(self, keys: range) -> None:
         self.wait(keys)
         self.drop(keys)
-
-    def _record(self, parts: Sequence[Tensor]) -> Any:
-        """Return a page of full length, as the store takes it."""
-        first = parts[0]
-        if len(parts) == 1 and len(first) == self.page_bytes:
-            return first.numpy() if first.device.type == "cpu" else first
-        page = torch.empty(self.page_bytes, dtype=torch.uint8, device=first.device)
-        at = 0
-        for part in parts:
-            page[at : at + len(part)].copy_(part)
-            at += len(part)
-        page[at:].zero_()  # not what lay there before
-        return page.numpy() if page.device.type == "cpu" else page
 
     def wait(self, keys: range) -> bool:
         """Block until pages have left their lines; return whether all were written."""
@@ -162,13 +158,11 @@ class Pager:
         for key, parts in zip(keys, cut(lengths, self.page_bytes), strict=True):
             if self.stopped:
                 raise CheckpointLost("the tier was closed")
-            (found,) = self._store.get(key)
+            found = self._store.get(key)
             if ahead:
                 self.prefetch([ahead.popleft()])
-            at = 0
-            for number, start, stop in parts:
-                target, part = targets[number], found[at : at + stop - start]
-                at += stop - start
+            for (number, start, stop), part in zip(parts, found, strict=True):
+                target = targets[number]
                 if target is None:
                     continue
                 if isinstance(part, Tensor):
@@ -181,3 +175,8 @@ class Pager:
         """Free pages."""
         for key in keys:
             self._store.drop(key)
+
+
+def _record(part: Tensor) -> Any:
+    """Return part of a line as the store takes it."""
+    return part.numpy() if part.device.type == "cpu" else part

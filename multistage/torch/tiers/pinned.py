@@ -103,8 +103,8 @@ class PinnedStore(BaseStore):
         return [] if self._below is None else self._below.notes()
 
     def buffer_bytes(self, layout: Layout) -> int:
-        """Return 0: what it takes is a memory of its own."""
-        return 0
+        """Return 0: what it takes is a memory of its own; but for what is read ahead."""
+        return 4 * layout.nbytes if layout.varied else 0
 
     def _slots(self, layout: Layout) -> int | None:
         return slots_in(self.capacity_bytes, layout.nbytes, rounded=self._rounded)
@@ -212,7 +212,7 @@ class PinnedStore(BaseStore):
     def put(self, key: int, arrays: Sequence[Tensor | Array], *, block: bool = False) -> bool:
         """Queue the copy of one state; see `Store.put`."""
         copies, shuttle = self._opened()
-        slot = shuttle.take(block)
+        slot = shuttle.take(block) if copies.fits(arrays) else None
         if slot is None:
             self.stats.refused += 1
             return False

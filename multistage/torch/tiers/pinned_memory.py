@@ -75,7 +75,6 @@ class Slot:
     """Pinned memory for one state."""
 
     memory: Tensor
-    lines: list[Tensor]
     used: Event | None = None  # of the last copy that touched it
 
 
@@ -151,9 +150,7 @@ class PinnedMemory:
             self.most, self._growing = self._taken, iter(())
             return False
         for k in range(count):
-            piece = memory[k * size : (k + 1) * size]
-            lines = [piece[leaf.offset : leaf.offset + leaf.nbytes] for leaf in self._layout.leaves]
-            self.free.append(Slot(piece, lines))
+            self.free.append(Slot(memory[k * size : (k + 1) * size]))
         self._taken += count
         return True
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from ...backends.base import Store
 from ...backends.lifetimes import Birth, Ending, end, forked
 from ...errors import StoreError
+from ...states.layout import Layout
 from ...support.interrupts import Shield
 from ...support.waiting import Latch
-from .paging import PAGE_BYTES
-from .rows import Rows, open_rows
+from .paging import PAGE_BYTES, Pager
 
 _log = logging.getLogger(__name__)
 _CANCELLED = "its write was cancelled"
@@ -159,10 +159,9 @@ class Porter:
             self._begin(store, device, page_bytes)
 
     def _begin(self, store: Store, device: torch.device, page_bytes: int) -> None:
-        rows = open_rows(store, page_bytes)
-        self._work = _Work(
-            store, rows, torch.cuda.Stream(device) if device.type == "cuda" else None
-        )
+        store.open(Layout.up_to(page_bytes))
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._work = _Work(store, page_bytes, stream)
         self._thread = threading.Thread(
             target=self._work.run, name="multistage-porter", daemon=True
         )
@@ -172,7 +171,6 @@ class Porter:
             self._end = Ending(self, partial(end, self._close, self._birth))
         except BaseException as error:
             self._work.tasks.put(None)  # if it runs: a second Ctrl-C may have come after its start
-            rows.close()
             store.close()
             if not isinstance(error, RuntimeError):
                 raise
@@ -289,9 +287,9 @@ class Porter:
 class _Work:
     """What the thread does; it refers to no `Porter`, so that one that is dropped ends it."""
 
-    def __init__(self, store: Store, rows: Rows, stream: Any) -> None:
+    def __init__(self, store: Store, page_bytes: int, stream: Any) -> None:
         self.store, self.stream = store, stream
-        self.pager = rows
+        self.pager = Pager(store, page_bytes)
         self.tasks: queue.SimpleQueue[Trip | Row | None] = queue.SimpleQueue()
         self.written, self.read = Carried(), Carried()
         self.ended = Latch()
@@ -380,7 +378,6 @@ def _closing(work: _Work, thread: threading.Thread, birth: Birth) -> Callable[..
             thread.join()
         with lock, Shield(up=True):
             if not closed:  # the store may be open again, for another
-                work.pager.close()
                 work.store.close()
                 closed = True
         while not work.tasks.empty():

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from ...backends.base import CheckpointLost, Store
 from ...backends.lifetimes import Birth, Ending, end
 from ...errors import MultistageError
+from ...states.layout import Layout
 from ...support.interrupts import Shield
 from ..tensors.geometry import Geometry, Place, extent, is_plain
 from ..tensors.streams import Home
-from .paging import PAGE_BYTES, Pager, page_layout
+from .paging import PAGE_BYTES, Pager
 from .pieces import WRITTEN, Family, Kept, Moved, Piece, again, is_foreign, is_sole, number_of
 
 _IN_FLIGHT = 4  # tensors whose writes may be in flight
@@ -74,7 +75,7 @@ class Shelf:
         self.stats = OffloadStats()
         self._stays = {t.untyped_storage()._cdata: t for t in stays if is_plain(t.detach())}
         with Shield(up=True):  # what is open is also noted to be closed
-            store.open(page_layout(PAGE_BYTES))
+            store.open(Layout.up_to(PAGE_BYTES))
             Ending(self, partial(end, store.close, Birth.here()))
         self._pager = Pager(store)
         self._lock = threading.RLock()

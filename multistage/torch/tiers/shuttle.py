@@ -259,7 +259,8 @@ class Shuttle:
                 if move.slot.used is not None:
                     with contextlib.suppress(CopyFailed):  # of the state that had the slot before
                         self._streams.synchronize(move.slot.used)
-                for line, array in zip(move.slot.lines, below.get(entry.key), strict=True):
+                lines = entry.lines(move.slot.memory)
+                for line, array in zip(lines, below.get(entry.key), strict=True):
                     np.copyto(line.numpy(), array)
                 move.slot.used = None
 
@@ -269,7 +270,7 @@ class Shuttle:
             return
         assert entry.slot is not None and entry.written is not None
         self._streams.synchronize(entry.written)
-        lines = [line.numpy() for line in entry.slot.lines]
+        lines = [line.numpy() for line in entry.lines(entry.slot.memory)]
         move.kept = below.put(entry.key, lines, block=True) and below.wait_written(entry.key)
 
     def _settle(self, move: _Move, error: Exception | None) -> None:

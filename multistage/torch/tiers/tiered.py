@@ -15,10 +15,10 @@ from ...backends.base import Store
 from ...backends.urls import TierName
 from ...errors import ArgumentError
 from ...model.tier import Tier
+from ...states.layout import Layout
 from .by_name import open_tiers
-from .paging import DEPTH, page_layout
+from .paging import DEPTH, page_for
 from .porter import Carried, Porter
-from .rows import page_and_buffers
 from .stowage import Berth
 
 _PROBE_S = 0.3  # about as long as the tier is measured
@@ -73,9 +73,9 @@ class Tiered:
         if self._berth is None:
             store = open_tiers(self.names, device)
             assert store is not None
-            store.read_in_order(DEPTH)
+            store.queue_depth = max(store.queue_depth, DEPTH)
             on_host = device.type != "cuda"
-            page_bytes, buffers = page_and_buffers(store, limit_bytes if on_host else None)
+            page_bytes, buffers = page_for(store, limit_bytes if on_host else None)
             self._buffer_bytes = buffers if on_host else 0
             self._berth = Berth(store, device, page_bytes)
         elif self._berth.device != device:
@@ -288,7 +288,7 @@ class _Load:
 
 
 def _capacity(store: Store, page_bytes: int) -> int | None:
-    pages = store.capacity_states(page_layout(page_bytes))
+    pages = store.capacity_states(Layout.up_to(page_bytes))
     # A row ends in a page that is not full.
     return None if pages is None else max(0, pages - 1) * page_bytes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +13,10 @@ from torch import Tensor
 
 from multistage.actions import Action
 from multistage.backends import FileStore, MemoryStore
-from multistage.backends.base import CheckpointLost, Store
-from multistage.backends.rows import RowStore, rows_of
+from multistage.backends.base import CheckpointLost
 from multistage.torch.chains.away import Away
 from multistage.torch.chains.links import Links, Script, StageSlots
 from multistage.torch.tiers import porter as porters
-from multistage.torch.tiers import rows
 from multistage.torch.tiers.parcels import Origin
 
 
@@ -55,43 +52,6 @@ class Flaky(Faults, MemoryStore):
 
 class FlakyFile(Faults, FileStore):
     pass
-
-
-class FlakyRows:
-    """Rows of which some are refused, not written or lost, as told."""
-
-    def __init__(self, rows: RowStore, what: str, when: Callable[[int], bool]) -> None:
-        self._rows, self._what, self._when = rows, what, when
-        self._asked = itertools.count()
-
-    def put(self, lines: Any, cancelled: Callable[[], bool]) -> int | None:
-        if self._what in ("full", "write", "break") and self._when(next(self._asked)):
-            if self._what == "full":
-                return None
-            raise OSError("the cable is out")
-        return self._rows.put(lines, cancelled)
-
-    def read(self, key: int, targets: Any, stopped: Callable[[], bool]) -> None:
-        if self._what == "read" and self._when(key):
-            raise CheckpointLost("bad checksum")
-        self._rows.read(key, targets, stopped)
-
-    def drop(self, key: int) -> None:
-        self._rows.drop(key)
-
-    def close(self) -> None:
-        self._rows.close()
-
-
-def flaky_rows(what: str, when: Callable[[int], bool]) -> Any:
-    """Return a context in which stores that take rows take them like `FlakyRows`."""
-
-    def opened(store: Store, piece_bytes: int) -> RowStore:
-        found = rows_of(store, piece_bytes)
-        assert found is not None
-        return FlakyRows(found, what, when)
-
-    return mock.patch.object(rows, "rows_of", opened)
 
 
 class Pace:
