@@ -17,8 +17,7 @@ from benchmarks.catalog import CATALOG, Entry
 from benchmarks.claims import Judged, load, number
 from benchmarks.docs import judged_of
 from multistage.view.chart import Bars, Chart, Mark, Panel, Point
-from multistage.view.markup import environment
-from multistage.view.page import Picture
+from multistage.view.page import Picture, environment
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from .chart import Chart
-from .markup import environment
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
     from markupsafe import Markup
+
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,31 @@ class Picture:
 
 
 Part = Heading | Paragraph | Cards | Table | Picture
+
+
+@lru_cache
+def environment(*folders: Path) -> Environment:
+    """Return the environment of this package's templates, and of those in other folders.
+
+    Here alone text becomes HTML: every expression of a template is escaped by jinja2, which
+    is imported when the first page is made.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    from .svg import writable
+
+    def finalize(value: object) -> object:
+        return value if isinstance(value, Markup) else writable(str(value))
+
+    return Environment(
+        loader=FileSystemLoader([*folders, _TEMPLATES]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 def document(title: str, parts: Iterable[Part]) -> str:

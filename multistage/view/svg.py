@@ -7,6 +7,7 @@ pages and dark ones.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from xml.etree.ElementTree import Element, SubElement, tostring
@@ -26,13 +27,26 @@ from .chart import (
     number,
     ticks,
 )
-from .markup import writable
 
 _RIGHT, _FONT = 14.0, 12.0
 _GAP = 16.0  # between panels
 _EDGE = 10.0  # of white around a picture in a file of its own
 
+# What neither XML nor UTF-8 can hold.
+_UNWRITABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
 Place = Callable[[float], float]
+
+
+def writable(text: str) -> str:
+    r"""Return text with a replacement character for each that markup cannot hold.
+
+    Examples
+    --------
+    >>> writable("a\x1bb")
+    'a\ufffdb'
+    """
+    return _UNWRITABLE.sub("\ufffd", text)
 
 
 class _Frame(NamedTuple):
