@@ -100,15 +100,21 @@ class DurableRun:
         self._label = label
         self._folder: Folder | None = None
         self._facts: RunFacts | None = None
-        self._begun = False  # `run` is on the disk
-        self._taken = False  # and a sweep of this process continues with it
+        self._taken = False  # a sweep of this process continues with what is on the disk
         self._outdated: bytes | None = None  # number of a run to be removed
+        self._n_steps: int | None = None
+        self._find_nothing()
+
+    def _find_nothing(self) -> None:
+        """Know of nothing in the folder."""
+        self._begun = False  # `run` is on the disk
+        self.complete = False
+        self.length = self._n_steps
         self._stored: list[int] = []
         self._found_adjoints: list[Snapshot] = []
         self._last: list[Array] | None = None
         self._newest: Snapshot | None = None
-        self.complete = False
-        self.length: int | None = None
+        self._adjoints.on_disk = []
 
     def _opened(self) -> Folder:
         assert self._folder is not None
@@ -237,9 +243,8 @@ class DurableRun:
         self._outdated = self._opened().run  # if that fails, the next call does it
         self._peers.gather(lambda: anew(self._opened()))
         self.store.forget()
-        self._begun = self._taken = self.complete = False
-        self._stored, self._last, self._newest, self._adjoints.on_disk = [], None, None, []
-        self.length = self._n_steps
+        self._find_nothing()
+        self._taken = False
 
     def _leave(self) -> None:
         """Remove the folder of the ranks, if this was the last in it."""
@@ -249,10 +254,7 @@ class DurableRun:
 
     def _look(self, folder: Folder) -> Found:
         """Take up what is in the folder.  Raises OSError, and StoreError if it is another run."""
-        self._begun = self.complete = False
-        self._last, self._newest, self._found_adjoints = None, None, []
-        self._stored, self._adjoints.on_disk = [], []
-        self.length = self._n_steps
+        self._find_nothing()
         try:
             header = folder.header(RUN)
             facts, costs = parse_run(header)

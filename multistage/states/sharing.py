@@ -40,6 +40,9 @@ _ATOMS = frozenset(
 _SEEN_MOST = 10_000  # objects looked at in one tape
 _WORK = 100_000  # of the search whether two arrays with strides share an element
 _WORD = object.__basicsize__ // 2
+# How many tapes are held when one is weighed: each time twice as many, so that
+# tapes which grow are noticed early and weighing takes next to no time.
+WEIGHED = frozenset(1 << k for k in range(1, 40))
 KEPT = (
     "{} kept a reference to the state it was given, in an attribute, a global, a container or an "
     "object, and that state is overwritten; keep copies, as in state.copy(), or know the arrays "
@@ -462,11 +465,6 @@ def overlap(arrays: Sequence[Array]) -> bool:
     return False
 
 
-# How many tapes are held when one is weighed: each time twice as many, so that
-# tapes which grow are noticed early and weighing takes next to no time.
-WEIGHED = frozenset(1 << k for k in range(1, 40))
-
-
 def own_bytes(tape: object, beside: object) -> int:
     """Return the bytes that a tape holds and the one `beside` it does not.
 
@@ -498,10 +496,7 @@ def _held(tape: object) -> dict[int, int]:
     return found
 
 
-Adjoint = TypeVar("Adjoint")
-
-
-def apart_from(adjoint: Adjoint, given: object) -> Adjoint:
+def apart_from(adjoint: T, given: object) -> T:
     """Return what an adjoint step returned, copied where it shares memory with what it was given.
 
     That is a state or a tape which is done with: operators may make the next one

@@ -1,7 +1,7 @@
 """What an executor asks of states: their layout, and slots of fast memory that keep them.
 
 The fast tier needs no store: a checkpoint there is a reference to arrays that
-nothing overwrites (`references.py`), or a copy (`copies.py`, `in_place.py`).
+nothing overwrites (`references.py`), or a copy (`in_place.py`).
 """
 
 from __future__ import annotations
