@@ -3,51 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Concatenate, ParamSpec, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..backends.base import Store
 from ..backends.urls import Tiers, tier_names
 from ..errors import ArgumentError
 from ..model.budget import Budget
 from ..model.stages import StageCosts
-from ..support.progress import Bars
-from .environment.captured import generators_of
-from .environment.hidden_draws import refuse_hidden_draws
-from .environment.randomness import cuda_or_cpu
-from .environment.states import tensors_in
 from .measurement.checking import Check, checked_choice
-from .measurement.stand_ins import hooks_silent
 from .offload import offload
-from .sequences.allowances import allowance
 from .sequences.arguments import (
     CellPerStep,
     Options,
     Reduction,
+    Settings,
     cells_of,
     is_varied,
     require_known,
+    require_one_by_one,
     steps_of,
 )
-from .sequences.cell import Cell, Step
-from .sequences.cells import Cells
-from .sequences.collector import Collector, Outputs
-from .sequences.exploring_cells import FEW, StateVaries, explore_cell
+from .sequences.cells import Cells, Step
 from .sequences.inputs import Given, Inputs
-from .sequences.plain_steps import checked_against_plain, run_plainly
-from .sequences.planning import TRAVELS_BYTES, Settings, planned, samples_of
+from .sequences.planning import TRAVELS_BYTES
+from .sequences.results import Outputs
 from .sequences.results import Unrolled as Unrolled
-from .sequences.running_steps import looking
-from .sequences.surroundings import Surroundings
-from .sequences.sweeping import Sweep, through
-from .sequences.through_time import ThroughTime
+from .sequences.running import run
+from .sequences.survey import surveyed
 from .sequences.unroll_plan import UnrollPlanner
-from .sequences.unroll_varied import unroll_varied
-from .tensors.states import TensorLayout, TensorStates
-from .tiers.by_name import open_tiers
 
 State = TypeVar("State")
 Y = TypeVar("Y")
@@ -281,108 +268,18 @@ def unroll(
         )
     if unequal is None and sequence.few_values() > 1 and planner != "offload":
         varied = varied or not (fused or isinstance(cell, nn.RNNBase))
-    unequal = True if varied else unequal
-    if not unequal:
-        one = cell if several is None else several[0]
-        assert callable(one)
-        known = Cell(one, fused, made)
-        try:
-            return _alike(known, state, sequence, settings, outputs, parameters, random)
-        except StateVaries:
-            if unequal is False or known.fused:
-                raise
-    if several is None:
-        assert callable(cell)
-        several = [cell] * sequence.steps
-    if fused:
-        raise ArgumentError(
-            "fused=True is for cells that take several steps at once, and steps that differ are "
-            "run one by one; leave it out"
-        )
-    cells = Cells(several, made)
-    return unroll_varied(cells, state, sequence, settings, outputs, parameters, random)
+    equal = not (varied or unequal)
+    each: list[Step] = [cell] if several is None else several  # type: ignore[list-item]
+    if not equal:
+        require_one_by_one(each, fused=fused)
+    sequence.shared_with(pytree.tree_leaves(state))
+    cells = Cells(each, fused, made)
+    either = unequal is None and not cells.fused
+    survey, facts = surveyed(
+        cells, state, sequence, parameters, random, settings, equal=equal, either=either
+    )
 
+    def travels(stays: Sequence[Tensor], device: torch.device) -> AbstractContextManager[object]:
+        return offload(settings.tiers, min_bytes=TRAVELS_BYTES, stays=stays, device=device)
 
-def _alike(
-    known: Cell,
-    state: object,
-    sequence: Inputs,
-    settings: Settings,
-    outputs: Outputs,
-    parameters: Sequence[Tensor] | None,
-    random: bool | None,
-) -> Unrolled[object, object]:
-    """Run steps that are all alike."""
-    check, chunk = settings.check, settings.chunk
-    leaves = pytree.tree_leaves(state)
-    sequence.shared_with(leaves)
-    generators = generators_of([known.scope], [*tensors_in(state), *sequence.held()])
-    with looking():
-        facts = explore_cell(known, state, sequence, generators, parameters, random, check)
-    wanted = [*leaves, *sequence.tensors(), *facts.parameters]
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
-        return run_plainly(known, facts, state, sequence, outputs, chunk, graph=False)
-    sequence.known_as(facts.parameters)
-    if not known.fused:
-        sequence.expect(facts.x_kinds, 1)
-    involved = [*leaves, *sequence.held(), *facts.parameters]
-    device, around = cuda_or_cpu(involved), Surroundings(known, facts, generators, involved)
-    around.compared = check != "off"
-    store = open_tiers(settings.tiers, device)
-    collector = Collector(facts, sequence.steps, outputs, known.fused)
-    chain = ThroughTime(known, facts, sequence, collector, around, 1, device)
-    chain.check = check
-    return _run(chain, state, store, settings, outputs)
-
-
-def _run(
-    chain: ThroughTime,
-    state: object,
-    store: Store | None,
-    settings: Settings,
-    outputs: Outputs,
-) -> Unrolled[object, object]:
-    """Plan and run a sequence that requires gradients."""
-    known, facts, sequence, device = chain.cell, chain.facts, chain.inputs, chain.device
-    leaves, spec = pytree.tree_flatten(state)
-    wanted = [*leaves, *sequence.tensors(), *facts.parameters]
-    names = chain.names([f"leaf {k} of the state" for k in range(len(leaves))])
-    first = chain.first(leaves)
-    layout = TensorLayout(first.tensors, names)
-    with hooks_silent(known.scope.modules, on_tensors=False), looking():
-        chosen = planned(
-            chain,
-            leaves,
-            layout,
-            store,
-            settings,
-            lambda plan: checked_against_plain(chain, state, outputs, plan, settings.check),
-        )
-    looked_at = min(FEW, sequence.steps) if known.fused else 1
-    allowed = allowance(chosen, facts, sequence, looked_at=looked_at)
-    if chosen.plan is None:
-        if chosen.planner == "keep":
-            with chain.around.turn(), allowed.holding_all(device) as judge:
-                result = run_plainly(
-                    known, facts, state, sequence, outputs, settings.chunk, graph=True
-                )
-                judge((result.loss, result.outputs))
-        else:
-            held = [t for t in [*leaves, sequence.given] if isinstance(t, Tensor)]
-            tapes = offload(settings.tiers, min_bytes=TRAVELS_BYTES, stays=held, device=device)
-            with chain.around.turn(), tapes:
-                result = run_plainly(
-                    known, facts, state, sequence, outputs, settings.chunk, graph=True
-                )
-        return Unrolled(result.state, result.loss, result.outputs, chosen)
-    refuse_hidden_draws(known.scope.modules, known.name)
-    chain.chunk, chain.allowance = chosen.chunk, allowed
-    chain.samples = samples_of(known, chain.n_steps)
-    if not chosen.plan.writes:
-        store = None
-    states, bars = TensorStates(names), Bars(settings.progress)
-    run = Sweep(chain, first, chosen, store, layout.record, states, bars)
-    return through(run, chosen, spec, wanted)
-
-
-# ---------------------------------------------------------------------- running
+    return run(survey, facts, state, outputs, settings, travels)

@@ -83,17 +83,12 @@ def _steady_stages(patch: pytest.MonkeyPatch) -> None:
 
 def _steady_steps(patch: pytest.MonkeyPatch) -> None:
     """Let every step of a sequence take the same seconds."""
-    from multistage.torch.sequences import (
-        cell_costs,
-        choosing_chunks,
-        planning,
-        varied_planning,
-    )
+    from multistage.torch.sequences import costs, planning, remembered, running, search
 
-    sample, measured_kind = cell_costs._sample, varied_planning.measured_kind
+    sample, measured_kind = costs._sample, costs.measured_kind
 
-    def sampled(chain: Any, state: Any, chunk: int, tapes: bool) -> cell_costs.Sample:
-        found = sample(chain, state, chunk, tapes)
+    def sampled(given: Any, state: Any, chunk: int, tapes: bool) -> costs.Sample:
+        found = sample(given, state, chunk, tapes)
         return replace(found, forward_s=1e-4 * chunk + 2e-5, turn_s=3e-4 * chunk + 5e-5)
 
     def kind(*given: Any) -> Any:
@@ -101,23 +96,22 @@ def _steady_steps(patch: pytest.MonkeyPatch) -> None:
         stage = replace(found.stage, forward_s=1e-4, backward_s=2e-4)
         return replace(found, stage=stage, overhead_s=2e-5)
 
-    patch.setattr(cell_costs, "_sample", sampled)
-    patch.setattr(cell_costs, "time", Ticks(0.15))  # chunks of up to 64 steps are measured
-    patch.setattr(choosing_chunks, "action_seconds", lambda: 1e-6)
-    patch.setattr(varied_planning, "measured_kind", kind)
-    for module in (planning, varied_planning):
-        for name in ("_plans", "_checked", "_measured"):
-            patch.setattr(module, name, planning.Memory())
-    patch.setattr(varied_planning, "_measured", planning.Memory(1024))
+    patch.setattr(costs, "_sample", sampled)
+    patch.setattr(costs, "time", Ticks(0.15))  # chunks of up to 64 steps are measured
+    patch.setattr(search, "action_seconds", lambda: 1e-6)
+    patch.setattr(planning, "measured_kind", kind)
+    known = remembered.Remembered()
+    for module in (planning, running, search):
+        patch.setattr(module, "KNOWN", known)
 
 
 def _steady_tiers(patch: pytest.MonkeyPatch) -> None:
     """Let every tier of a sequence write and read a state in the seconds of two steps."""
     from multistage.measurement.store import probe_store
     from multistage.reversing import streamed
-    from multistage.torch.sequences import cell_costs, planning, varied_search
+    from multistage.torch.sequences import costs, planning, search
 
-    tier_of, measured_rates = planning.tier_of, varied_search.measured_rates
+    tier_of, measured_rates = costs.tier_of, search.measured_rates
 
     def probed(*given: Any, **options: Any) -> Any:
         return probe_store(*given, **{**options, "seconds": 0.01})
@@ -132,9 +126,7 @@ def _steady_tiers(patch: pytest.MonkeyPatch) -> None:
         rate = nbytes / 16 / 2e-4
         return replace(measured_rates(store, nbytes), write_bytes_per_s=rate, read_bytes_per_s=rate)
 
-    for module in (cell_costs, streamed):
+    for module in (costs, streamed):
         patch.setattr(module, "probe_store", probed)
     patch.setattr(planning, "tier_of", tier)
-    patch.setattr(varied_search, "measured_rates", rates)
-    patch.setattr(planning, "_tiers", planning.Memory())
-    patch.setattr(varied_search, "_rates", planning.Memory())
+    patch.setattr(search, "measured_rates", rates)

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError, StateError
-from multistage.torch.sequences import planning, varied_planning
 
 STEPS, BATCH, WIDTH = 12, 2, 4
 
@@ -145,14 +144,11 @@ def test_one_call_of_a_fused_cell_is_compared() -> None:
 
 
 @pytest.mark.parametrize("how", [{}, {"planner": "recompute", "chunk": 3}, {"unequal": True}])
-def test_unroll_inside_a_checkpoint(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unroll_inside_a_checkpoint(how: dict[str, Any]) -> None:
     """Measuring saved other tensors in the first run than there were in the second.
 
     Which chunks are first run with a graph is another sample in each sequence, too.
     """
-    for module in (planning, varied_planning):
-        for name in ("_plans", "_measured", "_checked"):
-            monkeypatch.setattr(module, name, planning.Memory())
     net, found = Net(), []
 
     def run(x: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ from multistage.torch.environment.scope import Scope
 from multistage.torch.environment.snapshots import Snapshot
 from multistage.torch.environment.states import refuse_shared
 from multistage.torch.sequences.chunks import Steps
-from multistage.torch.sequences.collector import Collector
 from multistage.torch.sequences.inputs import InputGradients, Inputs
+from multistage.torch.sequences.results import Collector
 from multistage.torch.tensors.checksums import Checksums, checksum, fingerprint
 from multistage.torch.tensors.geometry import Geometry, whole
 from multistage.torch.tensors.graphs import graph_begins, leaves_below
@@ -118,7 +118,7 @@ def _facts(summed: bool = False) -> Any:
 
 
 def test_the_gradient_of_a_last_output_goes_to_the_last_step() -> None:
-    last = Collector(_facts(), 5, "last", True)
+    last = Collector(_facts(), (0, 5), "last", True)
     gradient = torch.ones(2)
     assert last.gradient(0, 0, torch.zeros(3, 2), gradient) is None
     found = last.gradient(0, 3, torch.zeros(2, 2), gradient)
@@ -126,7 +126,7 @@ def test_the_gradient_of_a_last_output_goes_to_the_last_step() -> None:
 
 
 def test_a_sum_does_not_share_memory_with_its_first_term() -> None:
-    total = Collector(_facts(summed=True), 2, "stack", False)
+    total = Collector(_facts(summed=True), (0, 2), "stack", False)
     first = torch.tensor(1.0)
     total.add(0, [first])
     first += 5  # as a cell may that keeps it

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError, BudgetError
-from multistage.torch.sequences import plain_steps, planning, unroll_varied, varied_planning
+from multistage.torch.sequences import planning, running
+from multistage.torch.sequences.remembered import Memory
 from multistage.torch.tensors.meter import Meter
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Forget plans; return a list that gets an entry for each measurement."""
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets an entry for each measurement."""
     measured: list[int] = []
     sample_chunks = planning.sample_chunks
 
@@ -27,10 +28,6 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         measured.append(options["most_bytes"])
         return sample_chunks(*args, **options)
 
-    for name in ("_plans", "_measured", "_checked", "_tiers"):
-        monkeypatch.setattr(planning, name, planning.Memory())
-    for name in ("_plans", "_measured", "_checked"):
-        monkeypatch.setattr(varied_planning, name, planning.Memory())
     monkeypatch.setattr(planning, "sample_chunks", counted)
     return measured
 
@@ -61,7 +58,7 @@ def inner(n: int) -> Callable[..., Tensor]:
 
 
 def test_a_plan_is_kept_while_it_fits_the_free_memory(
-    monkeypatch: pytest.MonkeyPatch, nothing_known: list[int]
+    monkeypatch: pytest.MonkeyPatch, measurements: list[int]
 ) -> None:
     free = [1 << 30]
     monkeypatch.setattr(planning, "free_bytes", lambda device: free[0])
@@ -81,11 +78,11 @@ def test_a_plan_is_kept_while_it_fits_the_free_memory(
     assert plan_with(1 << 30).planner == "keep"
     with pytest.raises(BudgetError, match="smallest limit that works"):
         plan_with(1000)
-    assert len(nothing_known) == 1
+    assert len(measurements) == 1
 
 
 @pytest.mark.parametrize("make", [Inner, inner])
-def test_cells_of_equal_code_and_unequal_weight(make: Any, nothing_known: list[int]) -> None:
+def test_cells_of_equal_code_and_unequal_weight(make: Any, measurements: list[int]) -> None:
     h, x = torch.zeros(256), torch.randn(200, 256)
     light = mst.unroll(make(1), h, x, memory="200 KiB").plan
     cell = make(40)
@@ -97,23 +94,23 @@ def test_cells_of_equal_code_and_unequal_weight(make: Any, nothing_known: list[i
     heavy = out.plan
     assert light is not None and heavy is not None
     assert heavy.keep_bytes > 5 * light.keep_bytes
-    assert len(nothing_known) == 2
+    assert len(measurements) == 2
     assert mst.unroll(make(40), h, x, memory="200 KiB").plan is heavy
     assert mst.unroll(make(1), h, x, memory="200 KiB").plan is light
-    assert len(nothing_known) == 2
+    assert len(measurements) == 2
 
 
-def test_a_lighter_cell_of_a_kind_takes_the_plan_of_a_heavier_one(nothing_known: list[int]) -> None:
+def test_a_lighter_cell_of_a_kind_takes_the_plan_of_a_heavier_one(measurements: list[int]) -> None:
     h, x = torch.zeros(256), torch.randn(50, 256)
     known = mst.unroll(Inner(21), h, x, memory="200 KiB").plan
     assert mst.unroll(Inner(20), h, x, memory="200 KiB").plan is known
     assert mst.unroll(Inner(22), h, x, memory="200 KiB").plan is not known
-    assert len(nothing_known) == 2
+    assert len(measurements) == 2
 
 
 def test_many_threads_plan_at_once() -> None:
     """With more kinds than are remembered, in tiers that are measured."""
-    memory: planning.Memory[int] = planning.Memory()
+    memory: Memory[int] = Memory()
     wrong: list[object] = []
     ready = threading.Barrier(4)
 
@@ -138,9 +135,8 @@ def test_many_threads_plan_at_once() -> None:
 
 @pytest.mark.parametrize("several", [False, True])
 def test_a_plan_is_remembered_for_its_limit_in_bytes_or_as_a_fraction(
-    several: bool, nothing_known: list[int], monkeypatch: pytest.MonkeyPatch
+    several: bool, measurements: list[int]
 ) -> None:
-    monkeypatch.setattr(varied_planning, "_plans", planning.Memory())
     cell = [inner(1) for _ in range(6)] if several else inner(1)
     h, x = torch.ones(256), torch.ones(6, 256)
 
@@ -156,7 +152,7 @@ def test_a_plan_is_remembered_for_its_limit_in_bytes_or_as_a_fraction(
         within(True)
     assert within("1 MiB") == within(1 << 20)
     if not several:
-        assert len(nothing_known) == 3  # one for each of 1.0, 1 and 1 MiB
+        assert len(measurements) == 3  # one for each of 1.0, 1 and 1 MiB
 
 
 @pytest.mark.parametrize("unequal", [None, True])
@@ -176,9 +172,8 @@ def test_lengths_of_one_kind_share_what_was_measured(
         monkeypatch.setattr(module, name, call)
 
     counted(planning, "sample_chunks")
-    counted(varied_planning, "measured_kind")
-    counted(plain_steps, "check_chain")
-    counted(unroll_varied, "check_chain")
+    counted(planning, "measured_kind")
+    counted(running, "check_chain")
     cell = nn.GRUCell(3, 7)
 
     def run(steps: int, **how: Any) -> None:

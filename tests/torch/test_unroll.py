@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leaving import said_late
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -23,8 +24,10 @@ from multistage.backends import MemoryStore
 from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError, StoreError
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS
-from multistage.torch.sequences.cell_costs import Sample
-from multistage.torch.sequences.choosing_chunks import choose
+from multistage.torch.sequences import planning, remembered
+from multistage.torch.sequences.arguments import Settings
+from multistage.torch.sequences.costs import Sample
+from multistage.torch.sequences.search import Equal, choose
 from multistage.torch.tensors.meter import Meter
 
 WIDTH, BATCH = 12, 16
@@ -193,6 +196,29 @@ def test_through_pinned_memory_to_a_file(name: str, tmp_path: Path) -> None:
     del out
     gc.collect()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_late_tier_leaves_equal_steps_to_fast_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later sequences are planned for a slow tier, which is measured again now and then."""
+    measured: list[int] = []
+    tier_of = planning.tier_of
+
+    def counted(*given: Any) -> Any:
+        measured.append(1)
+        return tier_of(*given)
+
+    monkeypatch.setattr(planning, "tier_of", counted)
+    monkeypatch.setattr(remembered, "_AGAIN", 3)
+    options: dict[str, Any] = {"memory": "180 KiB", "tiers": f"memory:?{SMALL}", "chunk": 2}
+    with said_late(lambda _: True) as taken:
+        late = compare("loss", 60, planner="stream", **options)
+    assert taken and late.plan is not None and late.plan.plan is not None
+    plans = [compare("loss", 60, planner="stream", **options).plan for _ in range(3)]
+    before, after, again = late.plan.plan, plans[0], plans[2]
+    assert after is not None and after.plan is not None and plans[1] is after
+    assert after.plan.costs.tiers[0].write_s > before.costs.tiers[0].write_s
+    assert again is not None and again.plan is not None
+    assert again.plan.costs.tiers == before.costs.tiers and len(measured) == 2
 
 
 def test_a_tier_with_room_for_states_only(tmp_path: Path) -> None:
@@ -628,17 +654,22 @@ def test_cells_that_break_their_word_later() -> None:
         out.state[0].sum().backward()
 
 
+def _chosen(samples: list[Sample], n: int, planner: Any, memory: int, **given: Any) -> Any:
+    tiers = ("memory:",) if "tier" in given or "offload" in given else ()
+    settings = Settings(None, tiers, given.pop("chunk", None), planner, False)
+    return choose(
+        Equal(samples, n, 1 << 10, settings, **given), n, memory, settings, has_tier=bool(tiers)
+    )
+
+
 def test_plain_autograd_wins_where_it_fits() -> None:
     samples = [Sample(1, 0.1, 0.3, 1 << 20, (1 << 20,)), Sample(2, 0.2, 0.6, 2 << 20, (2 << 20,))]
-    options: dict[str, Any] = {"tier": None, "buffer_bytes": 0, "chunk": None}
     for planner, memory, expected in (
         ("auto", 1 << 30, "keep"),
         ("auto", 50 << 20, "offload"),
         ("recompute", 50 << 20, "recompute"),
     ):
-        plan = choose(
-            samples, 100, memory, 1 << 10, planner=planner, offload=(30.1, 20 << 20), **options
-        )
+        plan = _chosen(samples, 100, planner, memory, offload=(30.1, 20 << 20))
         assert plan.planner == expected
         assert plan.makespan_s <= 1.02 * plan.alternatives[0][2]
 
@@ -648,14 +679,14 @@ def test_a_tier_asked_for_by_name_is_used_where_it_does_not_pay(write_s: float) 
     """Every state fits in fast memory; the tier may be too slow for any but the first."""
     samples = [Sample(1, 0.1, 0.3, 1 << 10), Sample(2, 0.2, 0.6, 2 << 10)]
     tier = Tier("slow", write_s, 2 * write_s, write_overhead_s=1e-3)
-    options: dict[str, Any] = {"tier": tier, "buffer_bytes": 0, "chunk": 1}
-    chosen = choose(samples, 60, 70 << 10, 1 << 10, planner="stream", **options)
+    options: dict[str, Any] = {"tier": tier, "chunk": 1}
+    chosen = _chosen(samples, 60, "stream", 70 << 10, **options)
     assert chosen.planner == "stream" and chosen.plan is not None
     assert chosen.plan.writes == {1e-3: 60, 0.35: 15, 1e3: 1}[write_s]
     assert chosen.plan.makespan_s > PLANNERS["revolve"](chosen.plan.costs, 60, 60).makespan_s
-    assert choose(samples, 60, 70 << 10, 1 << 10, planner="auto", **options).planner != "stream"
+    assert _chosen(samples, 60, "auto", 70 << 10, **options).planner != "stream"
     with pytest.raises(BudgetError, match="n_steps=1 is one chunk"):
-        choose(samples, 1, 70 << 10, 1 << 10, planner="stream", **options)
+        _chosen(samples, 1, "stream", 70 << 10, **options)
 
 
 def test_bad_arguments() -> None:
@@ -777,7 +808,7 @@ def test_double_backward_is_refused() -> None:
 
 def test_a_slow_machine_separates_the_costs_of_steps_from_single_costs(monkeypatch: Any) -> None:
     """The parameters' gradients were counted at every step where few sizes were measured."""
-    monkeypatch.setattr("multistage.torch.sequences.cell_costs._PROBE_S", 0.0)
+    monkeypatch.setattr("multistage.torch.sequences.costs._PROBE_S", 0.0)
     cell = nn.LSTMCell(64, 64)  # 129 KiB of parameters, some KiB of graph a step
     start = torch.zeros(1, 64), torch.zeros(1, 64)
     out = mst.unroll(cell, start, torch.randn(500, 1, 64), memory="1 MiB")

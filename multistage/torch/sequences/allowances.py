@@ -20,34 +20,11 @@ from ..environment.states import tensors_in
 from ..measurement.saved import nodes_made
 from ..tensors.graphs import graph_weight
 from ..tensors.meter import Meter
-from .cell import Facts
-from .cells import VariedFacts
+from .facts import Facts
 from .inputs import Inputs
 from .unroll_plan import UnrollPlan
 
 _ALIKE = 1.1  # times the nodes expected, below which a graph is taken to be as planned
-
-
-def allowance(plan: UnrollPlan, facts: Facts, inputs: Inputs, *, looked_at: int = 1) -> Allowance:
-    """Return what the graphs of a sequence may take.
-
-    Parameters
-    ----------
-    plan : UnrollPlan
-    facts : Facts
-    inputs : Inputs
-    looked_at : int
-        How many steps the facts' weight is of, where steps are equal.
-    """
-
-    def weight(first: int, last: int) -> tuple[int, int]:
-        if isinstance(facts, VariedFacts):
-            of_steps = [facts.kind(t).weight for t in range(first, last)]
-            return sum(each[0] for each in of_steps), sum(each[1] for each in of_steps)
-        count = -(-(last - first) // looked_at)
-        return count * facts.weight[0], count * facts.weight[1]
-
-    return Allowance(plan, inputs, weight)
 
 
 @dataclass(slots=True)
@@ -57,15 +34,13 @@ class Allowance:
     Parameters
     ----------
     plan : UnrollPlan
+    facts : Facts
     inputs : Inputs
-    weight : callable
-        `weight(first, last)` returns the nodes that were expected of the graph of steps
-        `first` up to, without, `last`, and the bytes of their results.
     """
 
     plan: UnrollPlan
+    facts: Facts
     inputs: Inputs
-    weight: Callable[[int, int], tuple[int, int]]
     _over: dict[int, float] = field(default_factory=dict)  # by first step, of graphs held
 
     @property
@@ -97,14 +72,14 @@ class Allowance:
         BudgetError
             If the graphs that are held take the memory beyond the limit.
         """
-        expected, nbytes = self.weight(*steps)
+        expected, nbytes = self.facts.weight(*steps)
         if nodes <= expected and not self.by_values:
             return
         over = graph_weight(roots, begun)[1] - nbytes
         if over <= 0:
             return
         # What a graph keeps alive is more than the results of its nodes: masks, inputs.
-        every = max(1, self.weight(0, self.plan.n_steps)[1])
+        every = max(1, self.facts.weight(0, self.plan.n_steps)[1])
         self._over[steps[0]] = over * max(1.0, self.plan.keep_bytes / every)
         self._require(steps, self.plan.peak_bytes + int(sum(self._over.values())))
 
@@ -144,7 +119,7 @@ class Allowance:
                 return
             # Outputs are added up or stacked; x_t is taken from a tensor of all.
             of_steps = len(ys) + (isinstance(self.inputs.given, Tensor))
-            expected = self.weight(*steps)[0] + of_steps * self.plan.n_steps
+            expected = self.facts.weight(*steps)[0] + of_steps * self.plan.n_steps
             made = nodes_made() - begun
             if made > _ALIKE * expected:  # a call of a fused module has a few nodes of its own
                 self._require(steps, self.plan.peak_bytes * made // max(1, expected))

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 from torch import Tensor, nn
 
-from ...backends.urls import Tiers
+from ...backends.urls import TierName, Tiers
 from ...errors import ArgumentError
+from ...model.budget import Budget
 from ...model.stages import StageCosts
 from ..measurement.checking import Check
-from .cell import Step
-from .cells import identity_of
+from .cells import Step, identity_of
 from .inputs import Given, Inputs, length_of
 from .unroll_plan import UNROLL_PLANNERS, UnrollPlanner
 
 Reduction: TypeAlias = Literal["stack", "sum", "last"]
 _REDUCTIONS = ("stack", "sum", "last")
 _Cell_co = TypeVar("_Cell_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The arguments of `unroll` on memory and plans; equal only if the plans are, as their keys."""
+
+    memory: Budget | None
+    tiers: tuple[TierName, ...]
+    chunk: int | None
+    planner: UnrollPlanner
+    progress: bool | None
+    check: Check = "error"
+    costs: StageCosts | None = None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether tapes may travel."""
+        return bool(self.tiers) and self.planner in ("auto", "offload")
 
 
 class CellPerStep(Protocol[_Cell_co]):
@@ -103,3 +122,18 @@ def is_varied(several: Sequence[object] | None, sequence: Inputs, costs: StageCo
     if costs is not None or sequence.differs():
         return True
     return several is not None and len({identity_of(one) for one in several}) > 1
+
+
+def require_one_by_one(cells: Sequence[Step], *, fused: bool) -> None:
+    """Raise ArgumentError if a cell takes several steps at once."""
+    for one in cells:
+        if isinstance(one, nn.RNNBase):
+            raise ArgumentError(
+                f"{type(one).__name__} takes several steps at once, and steps that differ are "
+                f"run one by one; give an nn.{type(one).__name__}Cell for each layer"
+            )
+    if fused:
+        raise ArgumentError(
+            "fused=True is for cells that take several steps at once, and steps that differ are "
+            "run one by one; leave it out"
+        )

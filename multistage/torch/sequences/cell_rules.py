@@ -13,23 +13,7 @@ from torch import Tensor
 
 from ...errors import ArgumentError, StateError
 from ..measurement.checking import Check, complain
-from ..tensors.states import kind_of, said
-from .cell import Facts
-
-
-def require_like(
-    name: str, given: Sequence[Tensor], leaves: Sequence[Tensor], steps: tuple[int, int]
-) -> None:
-    """Raise StateError if steps returned a state of other shapes or dtypes than they got."""
-    for number, (before, after) in enumerate(zip(given, leaves, strict=True)):
-        if before.shape != after.shape or before.dtype != after.dtype:
-            first, last = steps
-            raise StateError(
-                f"{name} changed leaf {number} of its state from "
-                f"{said(kind_of(before))} to {said(kind_of(after))} at steps {first} to "
-                f"{last - 1}, and not in its first step; where shapes follow from x_t give "
-                "inputs as a list, or else say unequal=True"
-            )
+from .facts import Facts
 
 
 def require_known_wants(

@@ -102,11 +102,6 @@ class Steps:
                     best = t + 1
         return [*cuts, n]
 
-    def equal_cuts(self, chunk: int) -> list[int]:
-        """Return the cuts of chunks of so many steps."""
-        n = len(self.stages)
-        return [*range(0, n, chunk), n]
-
     def _chunk(self, start: int, stop: int, overhead_s: float) -> Stage:
         stages = self.stages[start:stop]
         last = stages[-1]

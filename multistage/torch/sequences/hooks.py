@@ -1,4 +1,4 @@
-"""Hooks that a cell sets on the tensors it is given.
+"""Hooks that a cell sets on the tensors it is given, and hooks that see no parts.
 
 Plain autograd calls a hook on a state with its whole gradient: of the steps after, and of
 the outputs of the step that made it.  A chunk is given a leaf in place of that tensor, whose
@@ -9,7 +9,8 @@ tensor of the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ...errors import StateError
+from ..environment.turns import TURN
 
 Hook: TypeAlias = Callable[[Tensor], Tensor | None]
 
@@ -129,3 +131,52 @@ def refuse_hooks_on_parameters(name: str, when: str) -> NoReturn:
         f"{name} sets a hook on one of its parameters when it runs ({when}), and would once more "
         "when it is run again; set it outside of the cell"
     )
+
+
+@contextlib.contextmanager
+def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Keep the users' hooks from seeing the gradient of a part: they see the whole, once.
+
+    So does `.grad` of a tensor that is no leaf and retains its gradient.
+    """
+    aside = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    retained = [(p, p.grad) for p in parameters if p.retains_grad]
+    for hooks, _ in aside:
+        hooks.clear()
+    for parameter, _ in retained:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for hooks, kept in aside:
+            hooks.update(kept)
+        for parameter, gradient in retained:
+            parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def looking() -> Iterator[None]:
+    """Run steps to look at them: in this thread's turn, and unseen by hooks on saved tensors.
+
+    Buffers and generators are put back, which other threads must not use meanwhile.
+    """
+    with unseen(), TURN.taken():
+        yield
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Run steps whose graph is no part of the computation unseen by hooks on saved tensors.
+
+    A checkpoint or a chain around would count the tensors that are saved, which are others when
+    it runs again.
+    """
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

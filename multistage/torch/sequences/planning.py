@@ -1,164 +1,62 @@
-"""Plans of `unroll`: measured once for a kind of cell, made again where memory has changed."""
+"""Plans of `unroll`: measured once for a kind of steps, made again where memory has changed."""
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from types import FunctionType, MethodType
-from typing import Generic, TypeVar
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...backends.base import Store
-from ...backends.urls import TierName
-from ...errors import BudgetError
+from ...errors import ArgumentError, BudgetError
 from ...model.budget import Budget
-from ...model.stages import StageCosts
+from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
 from ...support.free_memory import default_budget_bytes
-from ..environment.holders import inside
-from ..measurement.checking import Check, Checked
+from ..measurement.checking import Checked
 from ..tensors.states import TensorLayout, kind_of
 from ..tiers.paging import PAGE_BYTES
-from .cell import Cell
-from .cell_costs import Sample, keep_bytes, node_bytes, offloaded, sample_chunks, tier_of
-from .choosing_chunks import choose
-from .exploring_cells import FEW
-from .samples import Samples
-from .through_time import ThroughTime
-from .unroll_plan import UnrollPlan, UnrollPlanner
+from .arguments import Settings
+from .chunks import Steps
+from .costs import (
+    KindCost,
+    Sample,
+    Sampled,
+    beyond_free,
+    measured_kind,
+    node_bytes,
+    offloaded,
+    sample_chunks,
+    tier_of,
+)
+from .facts import Facts, StepKind
+from .remembered import KNOWN, Known, identity
+from .search import Equal, Unequal, choose
+from .surroundings import Computation
+from .survey import Survey
+from .unroll_plan import UnrollPlan
 
 TRAVELS_BYTES = 256 << 10  # tapes' tensors of at least this travel
 _DEVICE_SHARE = 0.9  # of the free memory of a CUDA device, where no limit is given
-_REMEMBERED = 64
-
-_V = TypeVar("_V")
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The arguments of `unroll` on memory and plans; equal only if the plans are, as their keys."""
-
-    memory: Budget | None
-    tiers: tuple[TierName, ...]
-    chunk: int | None
-    planner: UnrollPlanner
-    progress: bool | None
-    check: Check = "error"
-    costs: StageCosts | None = None
-
-
-class Memory(Generic[_V]):
-    """What was found last, by kind; for all threads."""
-
-    def __init__(self, most: int = _REMEMBERED) -> None:
-        self._most = most
-        self._lock = threading.Lock()
-        self._found: OrderedDict[object, _V] = OrderedDict()
-
-    def get(self, key: object) -> _V | None:
-        """Return the value of a key, None if it is not kept; it is the last to be dropped."""
-        with self._lock:
-            if key in self._found:
-                self._found.move_to_end(key)
-            return self._found.get(key)
-
-    def put(self, key: object, value: _V) -> _V:
-        """Keep a value, drop those beyond the limit, and return the value."""
-        with self._lock:
-            self._found[key] = value
-            self._found.move_to_end(key)
-            while len(self._found) > self._most:
-                self._found.popitem(last=False)
-        return value
-
-    def values(self) -> list[_V]:
-        """Return what is kept."""
-        with self._lock:
-            return list(self._found.values())
-
-    def got(self, key: object, find: Callable[[], _V]) -> _V:
-        """Return what is known, or else find it; two threads may both find it."""
-        known = self.get(key)
-        return self.put(key, find()) if known is None else known
-
-
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """What chunks of a kind of cell were seen to cost, for sequences of any length.
-
-    Attributes
-    ----------
-    samples : sequence of Sample
-    weight : (int, int, int)
-        Of the cell that was measured.
-    steps : int
-        Of the sequence it was measured in.
-    """
-
-    samples: Sequence[Sample]
-    weight: tuple[int, int, int]
-    steps: int
-
-    def serves(self, weight: tuple[int, int, int], steps: int, chunk: int | None) -> bool:
-        """Whether it holds of a cell of some weight, and for sequences of some length.
-
-        In sequences more than twice as long larger chunks may pay than were measured.
-        """
-        if any(now > then for now, then in zip(weight, self.weight, strict=True)):
-            return False
-        if chunk is not None and min(chunk, steps) not in [each.chunk for each in self.samples]:
-            return False
-        return steps <= 2 * self.steps
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A plan for one length, and what it was made from."""
-
-    measured: _Measured
-    plan: UnrollPlan
-
-    def holds(self, limit: int) -> bool:
-        """Whether the plan is still right where so much memory is free."""
-        if self.plan.peak_bytes > limit:
-            return False
-        return self.plan.planner == "keep" or limit <= 2 * self.plan.memory_bytes
-
-
-_measured: Memory[_Measured] = Memory()  # by kind
-_checked: Memory[Checked] = Memory()  # by kind, and whether steps run again
-_plans: Memory[_Known] = Memory(512)  # by kind and length
-_tiers: Memory[Tier] = Memory()
-_sequences: Memory[int] = Memory(512)  # how many there were, by the objects of their cells
-
-
-def samples_of(cells: Cell, chunks: int) -> Samples:
-    """Return the chunks of the next sequence of some cells that are looked at more closely."""
-    kind = tuple([_object_of(each.given) for each in cells.parts()])
-    number = _sequences.put(kind, (_sequences.get(kind) or 0) + 1) - 1
-    return Samples(number, chunks, watch=not cells.is_compiled())
 
 
 def planned(
-    chain: ThroughTime,
+    given: Computation,
+    survey: Survey,
     leaves: Sequence[Tensor],
     layout: TensorLayout,
     store: Store | None,
     settings: Settings,
-    check: Callable[[UnrollPlan], Checked],
+    check: Callable[[UnrollPlan, Steps | None], Checked],
 ) -> UnrollPlan:
-    """Return the plan for a sequence, checked when it is made for a kind of cell.
+    """Return the plan for a sequence, checked when it is made for kinds of steps.
 
-    Cells of a kind are measured and checked once, for sequences of about any length: the
-    same module type and parameters, or the same code, and a graph of about the same
-    weight.  Where no limit is given, a plan
-    is made again from those measurements when it no longer fits what is free, or
-    more than twice as much is.
+    Steps of a kind are measured and checked once, equal ones for sequences of about any
+    length: the same module type and parameters, or the same code, and a graph of about the
+    same weight.  Where no limit is given, a plan is made again from those measurements when
+    it no longer fits what is free, or more than twice as much is.
 
     Raises
     ------
@@ -167,124 +65,198 @@ def planned(
     StateError
         Of the check.
     """
-    facts, inputs = chain.facts, chain.inputs
-    kind = _key(chain, leaves, layout, settings)
-    key = kind, inputs.steps
-    measured = _measured.get(kind)
-    if measured is not None and not measured.serves(facts.weight, inputs.steps, settings.chunk):
-        measured = None
-    known = _plans.get(key)
-    if known is not None and known.measured is not measured:
-        known = None
-    if known is not None and settings.memory is not None:
-        return known.plan
-    if settings.memory is None:
-        free = free_bytes(chain.device)
-        if known is not None and known.holds(free):
-            return known.plan
-        budget = Budget(bytes=free)
-    else:
-        budget = settings.memory
-    tapes = store is not None and settings.planner in ("auto", "offload")
-    fresh = measured is None
-    if measured is None:
-        most = 1 << 62 if budget.bytes is None else budget.bytes
-        found = sample_chunks(chain, leaves, chunk=settings.chunk, most_bytes=most, tapes=tapes)
-        measured = _measured.put(kind, _Measured(found, facts.weight, inputs.steps))
-    samples = _counted(measured, chain)
-    limit_bytes = budget.bytes_of(lambda: keep_bytes(samples, inputs.steps))
-    tier, travelling = None, None
-    if store is not None:
-        tier = _tiers.got(
-            (settings.tiers, chain.device, layout.nbytes),
-            lambda: tier_of(store, layout, chain.first(leaves).tensors),
-        )
-        if tapes and samples[-1].saved is not None:
-            page = _page_tier(store, chain.device, settings)
-            if page is not None:
-                travelling = offloaded(samples, inputs.steps, TRAVELS_BYTES, page, PAGE_BYTES)
-    plan = choose(
-        samples,
-        inputs.steps,
-        limit_bytes,
-        layout.nbytes,
-        tier=tier,
-        buffer_bytes=0 if store is None else store.buffer_bytes(layout.record),
-        planner=settings.planner,
-        chunk=settings.chunk,
-        offload=travelling,
-    )
-    again = kind, plan.plan is not None
-    if fresh or (checked := _checked.get(again)) is None:
-        checked = _checked.put(again, check(plan))
-    plan = replace(plan, checked=checked, by_values=any(each.by_values for each in samples))
-    return _plans.put(key, _Known(measured, plan)).plan
-
-
-def _counted(measured: _Measured, chain: ThroughTime) -> list[Sample]:
-    """Return the samples of chunks that a sequence may have, with the nodes of its graphs."""
-    steps = chain.inputs.steps
-    looked_at = min(FEW, steps) if chain.cell.fused else 1
-    nodes = node_bytes(chain.facts.weight[0] / looked_at, chain.device)
-    return [replace(each, node_bytes=nodes) for each in measured.samples if each.chunk <= steps]
-
-
-def _key(
-    chain: ThroughTime, leaves: Sequence[Tensor], layout: TensorLayout, settings: Settings
-) -> object:
-    """Return what a plan is remembered by: equal for sequences that a plan may serve alike."""
-    cell, facts = chain.cell, chain.facts
-    return (
-        identity(cell),
-        _kinds(leaves),
+    facts, n = given.facts, given.inputs.steps
+    KNOWN.renew(settings.tiers)
+    kinds = (
+        tuple([_key(given, kind, survey) for kind in facts.kinds]),
+        tuple([kind.parameters for kind in facts.kinds]),
+        tuple([kind_of(p) for p in facts.parameters]),
         settings,
-        facts.wants,
-        cell.fused,
-        layout.nbytes,
-        _kinds(facts.parameters),
-        facts.x_kinds,
-        chain.around.settings,
-        tuple(number.bit_length() for number in facts.weight),
     )
+    order = (n, tuple(facts.steps) if facts.equal else bytes(facts.steps))
+    key, weight = (settings.tiers, kinds, order), facts.kinds[-1].weight
+    known = KNOWN.plans.get(key)
+    free = free_bytes(given.device) if settings.memory is None else None
+    if known is not None and known.holds(weight, free):
+        return known.plan
+    budget = settings.memory or Budget(bytes=free)
+    costs: list[KindCost] = []
+    steps: Steps | None = None
+    fresh, by_values = False, False
+    found: Equal | Unequal
+    if facts.equal:
+        samples, fresh = _samples(given, leaves, kinds, budget, settings)
+        found = _equal(given, samples, layout, store, settings, leaves)
+        by_values = any(each.by_values for each in samples)
+    else:
+        if settings.costs is None:
+            steps, costs = _steps_of(given, survey, leaves)
+        else:
+            steps = _steps_by(settings.costs, facts, n)
+        found = Unequal(steps, settings, store)
+        by_values = any(cost.by_values for cost in costs)
+    memory = budget.bytes_of(lambda: found.keep_bytes)
+    plan = choose(found, n, memory, settings, has_tier=store is not None)
+    again = kinds, plan.plan is not None
+    checked = KNOWN.checked.get(again)
+    if fresh or checked is None:
+        checked = KNOWN.checked.put(again, check(plan, steps))
+    plan = replace(plan, kinds=_counted(costs, facts), checked=checked, by_values=by_values)
+    return KNOWN.plans.put(key, Known(plan, weight)).plan
+
+
+def _counted(costs: Sequence[KindCost], facts: Facts) -> tuple[tuple[Stage, int], ...]:
+    """Return what a step of each measured kind costs, by its name, and how many there are."""
+    counts = Counter(facts.steps)
+    return tuple(
+        (replace(cost.stage, name=kind.name), counts[number])
+        for number, (cost, kind) in enumerate(zip(costs, facts.kinds, strict=False))
+    )
+
+
+def _key(given: Computation, kind: StepKind, survey: Survey) -> object:
+    """Return what a step's costs depend on; of equal steps, which share them, about its weight."""
+    facts, weight = given.facts, kind.weight
+    return (
+        identity(given.cells.each[kind.cell]),
+        facts.states[kind.before],
+        facts.states[kind.after],
+        survey.x_kind_of(kind),
+        kind.x_kinds,
+        kind.ys,
+        kind.differentiable,
+        tuple([number.bit_length() for number in weight]) if facts.equal else weight,
+        facts.draws,
+        facts.graded,
+        tuple(module._buffers[key].shape for module, key in facts.buffers),  # type: ignore[union-attr]
+        given.around.settings,
+    )
+
+
+# ------------------------------------------------------------------ equal steps
+
+
+def _samples(
+    given: Computation, leaves: Sequence[Tensor], kinds: object, budget: Budget, settings: Settings
+) -> tuple[list[Sample], bool]:
+    """Return what chunks of equal steps cost, with the nodes of their graphs; whether it is new."""
+    n, weight = given.inputs.steps, given.facts.kinds[-1].weight
+    known = KNOWN.samples.get(kinds)
+    fresh = known is None or not known.serves(weight, n, settings.chunk)
+    if known is None or fresh:
+        most = 1 << 62 if budget.bytes is None else budget.bytes
+        found = sample_chunks(
+            given, leaves, chunk=settings.chunk, most_bytes=most, tapes=settings.offloads
+        )
+        known = KNOWN.samples.put(kinds, Sampled(found, weight, n))
+    nodes = node_bytes(weight[0] / given.facts.looked_at, given.device)
+    return [replace(each, node_bytes=nodes) for each in known.samples if each.chunk <= n], fresh
+
+
+def _equal(
+    given: Computation,
+    samples: Sequence[Sample],
+    layout: TensorLayout,
+    store: Store | None,
+    settings: Settings,
+    leaves: Sequence[Tensor],
+) -> Equal:
+    """Return the ways to run equal steps, its tier measured."""
+    n, device = given.inputs.steps, given.device
+    if store is None:
+        return Equal(samples, n, layout.nbytes, settings)
+    state = [*(t.detach() for t in leaves), *given.around.now()]
+    key = settings.tiers, device, layout.nbytes
+    tier = KNOWN.tiers.got(key, lambda: tier_of(store, layout, state))
+    offload = None
+    if settings.offloads and samples[-1].saved is not None:
+        page = _page_tier(store, device, settings)
+        if page is not None:
+            offload = offloaded(samples, n, TRAVELS_BYTES, page, PAGE_BYTES)
+    buffers = store.buffer_bytes(layout.record)
+    return Equal(samples, n, layout.nbytes, settings, tier, buffers, offload)
 
 
 def _page_tier(store: Store, device: torch.device, settings: Settings) -> Tier | None:
     """Return a tier as pages of tapes see it; None if it has room for none."""
     blank = torch.empty(PAGE_BYTES, dtype=torch.uint8, device=device)
-    layout = TensorLayout([blank], ["a page"])
+    layout, key = TensorLayout([blank], ["a page"]), (settings.tiers, device, "page")
     try:
-        return _tiers.got((settings.tiers, device, "page"), lambda: tier_of(store, layout, [blank]))
+        return KNOWN.tiers.got(key, lambda: tier_of(store, layout, [blank]))
     except BudgetError:  # room for states, but for no page of tapes
         if settings.planner == "offload":
             raise
         return None
 
 
-def identity(cell: Cell) -> object:
-    """Return what distinguishes kinds of cells; plans of a kind are shared."""
-    given = cell.given
-    if isinstance(given, nn.Module):
-        shapes = tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in given.parameters())
-        return type(given), cell.name, shapes, given.training
-    # No object that keeps the cell, or what it refers to, alive.
-    function = getattr(given, "func", given)  # of a partial
-    return getattr(function, "__code__", type(function))
+# ------------------------------------------------------------ steps that differ
 
 
-def _object_of(given: object) -> object:
-    """Return what distinguishes cells by what they refer to; a function may be made each time."""
-    match given:
-        case FunctionType():
-            return given.__code__, tuple([id(inside(each)) for each in given.__closure__ or ()])
-        case MethodType():
-            return id(given.__self__), _object_of(given.__func__)
-        case functools.partial():
-            return _object_of(given.func), tuple(map(id, given.args))
-    return id(given)
+def _steps_of(
+    given: Computation, survey: Survey, leaves: Sequence[Tensor]
+) -> tuple[Steps, list[KindCost]]:
+    """Return what the steps of a sequence cost, measured by kind, and by kind."""
+    facts, found = given.facts, list[KindCost]()
+    for kind in facts.kinds:
+        key = _key(given, kind, survey)
+        cost = KNOWN.kinds.get(key)
+        if cost is None:
+            cost = measured_kind(given, kind, survey.state_before(kind))
+            KNOWN.kinds.put(key, cost)
+        found.append(cost)
+    nodes = sum(facts.kinds[number].weight[0] for number in facts.steps)
+    taken = beyond_free(node_bytes(nodes, given.device))
+    if taken:
+        found = [
+            _with_nodes(cost, taken * kind.weight[0] // nodes)
+            for cost, kind in zip(found, facts.kinds, strict=True)
+        ]
+    each = [found[number] for number in facts.steps]
+    overhead_s = min(cost.overhead_s for cost in found)
+    rest = sum(t.nbytes for t in given.around.now())
+    steps = Steps(
+        [cost.stage for cost in each],
+        [cost.graph_bytes for cost in each],
+        [cost.y_bytes for cost in each],
+        [cost.x_gradient_bytes for cost in each],
+        sum(t.nbytes for t in leaves) + rest,
+        sum(t.nbytes for t in leaves if t.requires_grad),
+        [facts.kinds[number].parameters for number in facts.steps],
+        [p.nbytes for p in facts.parameters],
+        facts.graded,
+        overhead_s,
+    )
+    return steps, found
 
 
-def _kinds(leaves: Sequence[Tensor]) -> object:
-    return tuple(kind_of(t) for t in leaves)
+def _with_nodes(cost: KindCost, nbytes: int) -> KindCost:
+    stage = replace(cost.stage, tape_bytes=cost.stage.tape_bytes + nbytes)
+    return replace(cost, stage=stage, graph_bytes=cost.graph_bytes + nbytes)
+
+
+def _steps_by(costs: StageCosts, facts: Facts, count: int) -> Steps:
+    """Return given costs of the time steps.
+
+    Raises
+    ------
+    ArgumentError
+        If they are for another number of steps.
+    """
+    if len(costs.stages) != count:
+        raise ArgumentError(
+            f"costs have {len(costs.stages)} stages, but the sequence has {count} steps; give one "
+            "Stage for each time step"
+        )
+    nothing = [0] * count
+    return Steps(
+        costs.stages,
+        [stage.tape_bytes for stage in costs.stages],
+        nothing,
+        nothing,
+        costs.input_bytes,
+        costs.input_gradient_bytes,
+        graded=facts.graded,
+    )
 
 
 def free_bytes(device: torch.device) -> int:

@@ -28,10 +28,13 @@ from ..environment.copies import cloned, put_back, version_of
 from ..environment.randomness import Generators, State, device_types
 from ..environment.settings import Settings
 from ..environment.turns import TURN
+from ..measurement.checking import Check
 from ..tensors.checksums import digest
 from ..tensors.states import copied
-from .cell import Cell, Facts
+from .cells import Cells
+from .facts import Facts
 from .hooks import hooks_on, refuse_hooks_on_parameters
+from .inputs import Inputs
 
 
 class Surroundings:
@@ -39,7 +42,7 @@ class Surroundings:
 
     Parameters
     ----------
-    cell : Cell
+    cells : Cells
     facts : Facts
     generators : Generators
         The cell may draw from.
@@ -48,9 +51,9 @@ class Surroundings:
     """
 
     def __init__(
-        self, cell: Cell, facts: Facts, generators: Generators, involved: Sequence[Tensor]
+        self, cells: Cells, facts: Facts, generators: Generators, involved: Sequence[Tensor]
     ) -> None:
-        self._cell, self._facts, self._generators = cell, facts, generators
+        self._cells, self._facts, self._generators = cells, facts, generators
         self.settings = Settings.capture(device_types(involved))
         self._environment = self._captured(())
         self._versions = [(p, p._version) for p in facts.parameters]
@@ -69,7 +72,7 @@ class Surroundings:
 
     def _captured(self, late: Iterable[tuple[torch.nn.Module, str]]) -> Environment:
         changing = [*self._facts.buffers, *late]
-        return Environment(self._cell.scope, self._cell.name, changing, keep_values=False)
+        return Environment(self._cells.scope, self._cells.name, changing, keep_values=False)
 
     def turn(self) -> contextlib.AbstractContextManager[None]:
         """Wait until no other thread uses what the cell shares with it."""
@@ -114,7 +117,7 @@ class Surroundings:
 
     def tensors(self) -> list[Tensor]:
         """Return parameters and all buffers, those of the chunk that runs."""
-        return [*self._facts.parameters, *(b for _, _, b in self._cell.scope.buffers())]
+        return [*self._facts.parameters, *(b for _, _, b in self._cells.scope.buffers())]
 
     def _buffers(self) -> list[Tensor]:
         found = [group[0][0]._buffers[group[0][1]] for group in self._groups]
@@ -138,30 +141,30 @@ class Surroundings:
             for name in drawn:
                 if not known[name]:
                     raise StateError(
-                        f"{self._cell.name} draws from {name} at steps {first} to {last - 1}, "
+                        f"{self._cells.name} draws from {name} at steps {first} to {last - 1}, "
                         "and did not in its first step; say so by random=True (if another thread "
                         "draws from it meanwhile, give that thread a generator of its own)"
                     )
         when = f"at steps {first} to {last - 1}"
-        refuse_changes(self._cell.name, self._environment, when, self._written_late())
+        refuse_changes(self._cells.name, self._environment, when, self._written_late())
         if hooks_on(self._facts.parameters) != self._hooks:
-            refuse_hooks_on_parameters(self._cell.name, when)
+            refuse_hooks_on_parameters(self._cells.name, when)
         return found
 
     def refuse_graphs(self, first: int, last: int) -> None:
         """Raise StateError if a buffer carries a graph on to the next chunk."""
         late = [(each.module, each.key) for each in self._late]
         for module, key in [*(group[0] for group in self._groups), *late]:
-            refuse_graph(self._cell.name, module, key, f"at steps {first} to {last - 1}")
+            refuse_graph(self._cells.name, module, key, f"at steps {first} to {last - 1}")
 
     def refuse_statistics(self, written: Sequence[Tensor], first: int, last: int) -> None:
         """Raise StateError if some tensors that kernels wrote to are not buffers of modules."""
         if written:
-            known = {b.untyped_storage()._cdata for _, _, b in self._cell.scope.buffers()}
+            known = {b.untyped_storage()._cdata for _, _, b in self._cells.scope.buffers()}
             for tensor in written:
                 if tensor.untyped_storage()._cdata not in known:
                     raise StateError(
-                        f"{self._cell.name} updates statistics of batch norm, of shape "
+                        f"{self._cells.name} updates statistics of batch norm, of shape "
                         f"{tuple(tensor.shape)}, that are no buffer of a module of it (at steps "
                         f"{first} to {last - 1}), and would once more when it is run again; "
                         "register them as buffers (register_buffer)"
@@ -178,7 +181,7 @@ class Surroundings:
         name_of = self._environment.found.name_of
         return [
             _Late(module, key, name_of(buffer), buffer, version_of(buffer))
-            for module, key, buffer in self._cell.scope.buffers()
+            for module, key, buffer in self._cells.scope.buffers()
             if (id(module), key) not in known and not buffer.is_inference()
         ]
 
@@ -200,7 +203,7 @@ class Surroundings:
         yield
         moved = [e for e, was in before if e not in self._late and digest(e.buffer) != was]
         if moved and not self.compared:
-            refuse_buffer(self._cell.name, moved[0].name)
+            refuse_buffer(self._cells.name, moved[0].name)
         self._late += moved
         self._still = []
         if self._late:
@@ -229,7 +232,7 @@ class Surroundings:
         for parameter, version in self._versions:
             if parameter._version != version:
                 raise StateError(
-                    f"a parameter of {self._cell.name}, of shape {tuple(parameter.shape)}, was "
+                    f"a parameter of {self._cells.name}, of shape {tuple(parameter.shape)}, was "
                     "changed in place between forward and backward"
                 )
         with (
@@ -275,6 +278,18 @@ class Surroundings:
                 if keep and value is not buffer and value is not None and buffer is not None:
                     with torch.no_grad():
                         buffer.copy_(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """The steps of a sequence, and what is around them."""
+
+    cells: Cells
+    facts: Facts
+    inputs: Inputs
+    around: Surroundings
+    device: torch.device
+    check: Check
 
 
 @dataclass(frozen=True, slots=True, eq=False)

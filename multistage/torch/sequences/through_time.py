@@ -1,4 +1,4 @@
-"""A cell run over a sequence, as a chain of chunks whose states are tensors.
+"""Cells run over a sequence, as a chain of chunks of time steps whose states are tensors.
 
 Accumulation order.  Gradients of parameters are added up in the order of plain
 autograd (`sums.py`).  The same holds of a state that is an output too: the output's
@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...errors import StateError
+from ...errors import BudgetError, StateError
+from ...model.stages import StageCosts
 from ..environment.turns import TURN
 from ..measurement.checking import Check
 from ..tensors.checksums import Checksums
-from ..tensors.graphs import Walked, graph_begins, held_elsewhere, leaves_below, statistics_in
+from ..tensors.graphs import (
+    Walked,
+    graph_begins,
+    held_elsewhere,
+    leaves_below,
+    statistics_in,
+    uses,
+)
+from ..tensors.meter import Meter
 from ..tensors.states import TensorState
 from .allowances import Allowance
 from .boundaries import Boundaries
-from .cell import Cell, Facts
 from .cell_rules import (
     refuse_other_numbers,
     refuse_other_tensors,
@@ -31,57 +40,132 @@ from .cell_rules import (
     refuse_written,
     refusing_writes,
     require_known_wants,
-    require_like,
 )
-from .chunk_graph import ChunkGraph, Gradients, Ys, gradients_of
-from .collector import Collector
-from .hooks import HandedDown, refuse_hooks_on_inputs
-from .inputs import InputGradients, Inputs, Place
-from .results import single_results
-from .running_steps import run_steps, unseen, without_hooks
+from .cells import Cells
+from .facts import Facts, Ys, run_steps
+from .hooks import HandedDown, refuse_hooks_on_inputs, unseen, without_hooks
+from .inputs import InputGradients, Inputs, Taken
+from .results import Collector, single_results
 from .samples import Samples, Watch
 from .sums import Sums
 from .surroundings import Surroundings
 
+Gradients: TypeAlias = tuple[Tensor | None, ...]
+_REMEDY = "give the sizes as they are, or no costs to have them measured"
+
+
+@dataclass(slots=True)
+class ChunkGraph:
+    """A chunk that was run with a graph.
+
+    Attributes
+    ----------
+    given, leaves : list of Tensor
+        The states before and after it.
+    xs : list of (place, Tensor)
+        The leaves that stand for inputs that require gradients.
+    ys : list of (t, leaves of y)
+    begun : int
+        Sequence number of autograd's first node in it.
+    watch : Watch or None
+        Of what it has written to.
+    repeated : bool
+        Whether it was run before.
+    """
+
+    given: list[Tensor]
+    leaves: list[Tensor]
+    xs: Taken
+    ys: Ys
+    begun: int
+    watch: Watch | None = None
+    repeated: bool = False
+
+
+class Graph:
+    """The tape of a chunk: its graph, which goes when the chunk is reversed."""
+
+    __slots__ = ("chosen", "entry", "held")
+
+    def __init__(
+        self, again: ChunkGraph, walked: Walked, chosen: Sequence[int], entry: Sums
+    ) -> None:
+        # The entry is made now: by the thread of the graph, wherever backward is called from.
+        self.chosen, self.entry = chosen, entry
+        self.held: list[Any] = [walked.sort(), again]  # the graph first, then its nodes
+
+
+class _Outputs:
+    """The outputs of the steps of a chunk, collected in a first run; none may be written to."""
+
+    def __init__(self, collector: Collector | None) -> None:
+        self._collector = collector
+        self.found: Ys = []
+        self._versions: list[int] = []
+
+    def take(self, found: tuple[int, list[Tensor]]) -> None:
+        """Take t and the leaves of y."""
+        self.found.append(found)
+        self._versions.extend([y._version for y in found[1]])
+        if self._collector is not None:
+            self._collector.add(*found)
+
+    def refuse_written(self, name: str, steps: tuple[int, int]) -> None:
+        """Raise StateError if one was written to since."""
+        if self._versions != [y._version for _, of_step in self.found for y in of_step]:
+            refuse_written(name, steps)
+
 
 class ThroughTime:
-    """A `Chain` whose step k runs a chunk of time steps.
+    """A `Chain` whose step k runs the time steps from one cut to the next.
 
     Its states are the leaves of the cell's state, the states of the random
-    generators if the cell draws, and the buffers it changes: whatever a later
-    run needs to do the same again.
+    generators if a cell draws, and the buffers it changes: whatever a later
+    run needs to do the same again.  Where chunks are equal a state is its own tape; else
+    tapes are held, the graphs of chunks, and which ones from the forward sweep on is the
+    plan's choice, as in a chain of stages.
 
     Parameters
     ----------
-    cell, facts, inputs, collector
+    cells, facts, inputs, collector
     around : Surroundings
-    chunk : int
-        Time steps per step of the chain.
+    cuts : sequence of int
+        The first time step of each chunk, and behind the last that of what is not run, or a
+        number beyond all steps.
     device : torch.device
         Where the states lie.
+    costs : StageCosts, optional
+        Of the chunks, where they were given: states must not take more.
+
+    Attributes
+    ----------
+    weighs : bool
+        Whether graphs must not take more than `costs` say, either.  To see what they take
+        every operation is looked at, so that a kind of sequence is weighed once.
     """
 
     in_place = False
-    state_is_tape = True
     one_tape = False
 
     def __init__(
         self,
-        cell: Cell,
+        cells: Cells,
         facts: Facts,
         inputs: Inputs,
         collector: Collector,
         around: Surroundings,
-        chunk: int,
+        cuts: Sequence[int],
         device: torch.device,
+        costs: StageCosts | None = None,
     ) -> None:
-        self.cell, self.facts, self.inputs, self.collector = cell, facts, inputs, collector
-        self.chunk = chunk
+        self.cells, self.facts, self.inputs, self.collector = cells, facts, inputs, collector
+        self.cuts, self._costs = cuts, costs
+        self.state_is_tape = facts.equal
         self.front = 0  # chunks whose outputs were collected
         self.checksums: Checksums | None = None  # of the first run
         self.sums: list[Tensor | None] = []
         self.of_inputs: InputGradients | None = None  # while a backward runs
-        ends = () if cell.fused else facts.parameters
+        ends = () if cells.fused else facts.parameters
         self.boundaries = Boundaries(facts.differentiable, facts.parameters, ends)
         self.check: Check = "error"
         self.allowance: Allowance | None = None  # for graphs that are larger than planned for
@@ -89,11 +173,13 @@ class ThroughTime:
         self.samples: Samples | None = None  # none while it is measured
         self.hooks = HandedDown()
         self.around, self.device = around, device
+        self.weighs = False
+        self.done: Callable[[], None] = lambda: None  # once a backward has ended
 
     @property
     def n_steps(self) -> int:
         """Chunks of the sequence."""
-        return -(-self.inputs.steps // self.chunk)
+        return len(self.cuts) - 1
 
     # ------------------------------------------------------------------ states
 
@@ -130,18 +216,18 @@ class ThroughTime:
     # ------------------------------------------------------------------- steps
 
     def _steps(self, k: int) -> tuple[int, int]:
-        return k * self.chunk, min((k + 1) * self.chunk, self.inputs.steps)
+        return self.cuts[k], self._stop_of(k)
 
     def _stop_of(self, k: int) -> int:
-        return self._steps(k)[1]
+        return min(self.cuts[k + 1], self.inputs.steps)
 
     def _spec(self, k: int) -> pytree.TreeSpec:
         """Return the structure of the state before a chunk."""
-        return self.facts.spec
+        return self.facts.state(self.cuts[k]).spec
 
     def _wants(self, k: int) -> tuple[bool, ...]:
         """Return which leaves of the state before a chunk take part in the gradient."""
-        return self.facts.wants_at(k)
+        return self.facts.state(self.cuts[k]).wants
 
     def first_spec(self) -> pytree.TreeSpec:
         """Return the structure of state 0."""
@@ -151,24 +237,24 @@ class ThroughTime:
         """Return the structure of the last state."""
         return self._spec(self.n_steps)
 
-    def _last_wants(self) -> tuple[bool, ...]:
-        return self.facts.wants[-1]
-
     def _note(self, k: int, given: Sequence[Tensor], leaves: Sequence[Tensor], ys: Ys) -> None:
-        """Note which tensors around a chunk are one; compare the state with the one before."""
+        """Note which tensors around a chunk are one; compare the state with given costs."""
         TURN.moved()
-        self._require_like(k, given, leaves)
-        outputs = () if self.cell.fused else ys
+        outputs = () if self.cells.fused else ys
         if not self.boundaries.note(k, given, leaves, outputs, self._steps(k)):
-            refuse_other_tensors(self.cell.name, self._stop_of(k))
-
-    def _require_like(self, k: int, given: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-        """Raise StateError if a chunk returned a state of other shapes or dtypes than it got."""
-        require_like(self.cell.name, given, leaves, self._steps(k))
+            refuse_other_tensors(self.cells.name, self._stop_of(k))
+        if self._costs is None:
+            return
+        nbytes, t = sum(leaf.nbytes for leaf in leaves), self.cuts[k + 1] - 1
+        most = self._costs.stages[k].output_bytes
+        if nbytes > most:
+            raise BudgetError(
+                f"state {t + 1}, which step {t} returned, takes {nbytes} bytes, its costs say "
+                f"output_bytes={most}; {_REMEDY}"
+            )
 
     def advance(self, state: TensorState, start: int, stop: int) -> TensorState:
         """Return the state after these chunks, without a graph."""
-        x = self.inputs.many if self.cell.fused else self.inputs.at
         self.require_checksums()
         for k in range(start, stop):
             graph = self.facts.graded or (self.samples is not None and self.samples.graphed(k))
@@ -179,23 +265,14 @@ class ThroughTime:
                 given = self._given(state, k, graph=graph)
                 first, last = self._steps(k)
                 user = pytree.tree_unflatten(list(given), self._spec(k))
-                ys: Ys = []
-                versions: list[int] = []
-
-                def take(found: tuple[int, list[Tensor]]) -> None:
-                    ys.append(found)  # noqa: B023
-                    versions.extend([y._version for y in found[1]])  # noqa: B023
-                    if new:  # noqa: B023
-                        self.collector.add(*found)
-
-                with refusing_writes(self.cell.name, (first, last)):
-                    leaves = self._run_steps(user, (first, last), x, take)
+                ys = _Outputs(self.collector if new else None)
+                with refusing_writes(self.cells.name, (first, last)):
+                    leaves = self._run(user, k, ys.take)
                 self._hand_first_hooks_down(k, given)
-                self._note(k, given, leaves, ys)
-                if versions != [y._version for _, of_step in ys for y in of_step]:
-                    refuse_written(self.cell.name, (first, last))
+                self._note(k, given, leaves, ys.found)
+                ys.refuse_written(self.cells.name, (first, last))
                 if new and self.checksums is not None:
-                    self.checksums.note(k, results_in(leaves, ys))
+                    self.checksums.note(k, results_in(leaves, ys.found))
                 state.checked()
                 rest = self.around.after(first, last) if new else self.around.now()
                 state = TensorState([*(t.detach() for t in leaves), *rest])
@@ -206,14 +283,28 @@ class ThroughTime:
         if self.checksums is None and self.check != "off":
             self.checksums = Checksums(self.n_steps, self.device)
 
-    def _run_steps(
+    def run_alone(self, state: TensorState) -> list[Tensor]:
+        """Run the first chunk with nothing beside it; return the state after it."""
+        given = self._given(state, 0, graph=self.facts.graded)
+        user = pytree.tree_unflatten(given, self._spec(0))
+        return self._run(user, 0, lambda found: None)
+
+    def _run(
         self,
         state: Any,
-        steps: tuple[int, int],
-        x: Callable[..., Any],
+        k: int,
         take: Callable[[tuple[int, list[Tensor]]], None],
+        xs: Taken | None = None,
+        watch: Watch | None = None,
     ) -> list[Tensor]:
-        return run_steps(self.cell, self.facts, state, steps, x, take)
+        """Run the steps of a chunk; `xs` gets what stands for inputs that require gradients."""
+        inputs, steps = self.inputs, self._steps(k)
+
+        def x(t: int) -> object:
+            return inputs.many(t, steps[1], xs) if self.cells.fused else inputs.at(t, xs)
+
+        seen = x if watch is None else watch.unseen(x)
+        return run_steps(self.cells, self.facts, state, steps, seen, take)
 
     def _given(self, state: TensorState, k: int, *, graph: bool) -> list[Tensor]:
         """Return the state before a chunk for the cell to run on, in the surroundings of then."""
@@ -234,23 +325,89 @@ class ThroughTime:
 
     def results(self, last: Sequence[Tensor]) -> tuple[list[Tensor], list[bool], list[int | None]]:
         """Return the results of the sequence, flags and places; see `single_results`."""
-        pattern = self.boundaries[self.n_steps - 1].pattern
-        return single_results(
-            last, pattern, self._last_wants(), self.collector, self.facts, fused=self.cell.fused
-        )
+        n, fused = self.n_steps, self.cells.fused
+        pattern, wants = self.boundaries[n - 1].pattern, self._wants(n)
+        return single_results(last, pattern, wants, self.collector, self.facts, fused=fused)
 
     def tape(self, state: TensorState, step: int) -> tuple[TensorState, object]:
-        """Raise: a state is its own tape."""
-        raise AssertionError("a state is its own tape")
+        """Run a chunk with a graph; return the state after it and the graph.
+
+        Raises
+        ------
+        BudgetError
+            If the graph takes more than given costs say.
+        """
+        if not self.weighs or self._costs is None:
+            return self._taped(state, step)
+        with Meter(self.device) as meter:
+            meter.ignore([*state.tensors, *self.facts.parameters, *self.inputs.held()])
+            found = self._taped(state, step)
+            nbytes = meter.live_bytes()
+        most = self._costs.stages[step].tape_bytes
+        if nbytes > most:
+            first, last = self._steps(step)
+            where = f"step {first}" if last == first + 1 else f"steps {first} to {last - 1}"
+            raise BudgetError(
+                f"the graph of {where} takes {nbytes} bytes, the state after it included, the "
+                f"costs say tape_bytes={most}; {_REMEDY}"
+            )
+        return found
+
+    def _taped(self, state: TensorState, step: int) -> tuple[TensorState, object]:
+        new = step >= self.front
+        if not new:
+            with torch.enable_grad():
+                again = self._again(state, step)
+                graph = self._graph(again, step)
+            rest = self.around.now()
+        else:
+            self.front = step + 1
+            with torch.enable_grad():
+                again = self._first_graph(state, step)
+                graph = self._graph(again, step)
+            rest = self.around.after(*self._steps(step))
+        after = TensorState([*(t.detach() for t in again.leaves), *rest])
+        return after, graph
+
+    def _graph(self, again: ChunkGraph, k: int) -> Graph:
+        parameters, walked = self.facts.parameters, Walked()
+        own = {id(t) for t in [*again.given, *(x for _, x in again.xs)]}
+        roots = [t for t in again.leaves if t.requires_grad]
+        roots += [y for _, of_step in again.ys for y in of_step if y.requires_grad]
+        for _ in leaves_below(roots, own, parameters, again.begun, self.cells.name, walked):
+            pass  # refused when the chunk is reversed, if anybody else holds them
+        if self.allowance is not None:
+            self.allowance.hold(self._steps(k), len(walked.found), roots, again.begun)
+        chosen = [i for i, p in enumerate(parameters) if uses(walked.used, p)]
+        return Graph(again, walked, chosen, Sums([parameters[i] for i in chosen]))
+
+    def _first_graph(self, before: TensorState, k: int) -> ChunkGraph:
+        """Run a chunk for the first time, with a graph."""
+        first, last = self._steps(k)
+        found = _Outputs(self.collector)
+        given, leaves, xs, begun = self._with_graph(before, k, found.take)
+        ys = found.found
+        self._hand_first_hooks_down(k, given)
+        self._note(k, given, leaves, ys)
+        found.refuse_written(self.cells.name, (first, last))
+        self.require_checksums()
+        if self.checksums is not None:
+            self.checksums.note(k, results_in(leaves, ys))
+        before.checked()
+        self.around.refuse_graphs(first, last)
+        self._check_wants(k, leaves, ys)
+        return ChunkGraph(given, leaves, xs, ys, begun)
 
     def reverse(self, tape: object, adjoint: Gradients, step: int) -> Gradients:
-        """Run a chunk again with a graph; return the gradients of the state before it."""
-        assert isinstance(tape, TensorState)
+        """Return the gradients of the state before a chunk, from its graph or from that state."""
         with torch.enable_grad():
-            return self._reverse(tape, adjoint, step)
-
-    def _reverse(self, before: TensorState, adjoint: Gradients, k: int) -> Gradients:
-        return self._back([self._again(before, k)], adjoint, k)
+            if isinstance(tape, TensorState):
+                return self._back([self._again(tape, step)], adjoint, step)
+            assert isinstance(tape, Graph)
+            found = self._back(tape.held, adjoint, step, tape.chosen, tape.entry)
+        if self.allowance is not None:
+            self.allowance.release(self.cuts[step])
+        return found
 
     def _back(
         self,
@@ -286,7 +443,7 @@ class ThroughTime:
         own = {id(t) for t in [*given, *(x for _, x in xs)]}
         below = [t for t, _ in roots]
         walked = Walked()
-        unknown += leaves_below(below, own, facts.parameters, again.begun, self.cell.name, walked)
+        unknown += leaves_below(below, own, facts.parameters, again.begun, self.cells.name, walked)
         if again.repeated:
             self.around.refuse_statistics(statistics_in(walked.found), *self._steps(k))
         if chosen is None and self.allowance is not None and not unknown:
@@ -304,7 +461,7 @@ class ThroughTime:
             roots += entry.roots(sums)
         targets = [*wanted, *(x for _, x in xs), *of_sums]
         with without_hooks(facts.parameters):
-            found = gradients_of(self.cell.name, roots, targets)
+            found = gradients_of(self.cells.name, roots, targets)
         for (place, _), gradient in zip(xs, found[len(wanted) :], strict=False):
             if gradient is not None and self.of_inputs is not None:
                 self.of_inputs.put(place, gradient)
@@ -318,19 +475,19 @@ class ThroughTime:
         del again, given, xs, roots, wanted, targets
         walked.release()
         if unknown:  # the cell's own leaves went with the graph
-            refuse_unknown(self.cell.name, held_elsewhere(unknown, collect=True), self._steps(k))
+            refuse_unknown(self.cells.name, held_elsewhere(unknown, collect=True), self._steps(k))
         if watch is not None:
-            watch.refuse_written(self.cell.name, self._steps(k))
+            watch.refuse_written(self.cells.name, self._steps(k))
         return result
 
     def _hand_first_hooks_down(self, k: int, given: Sequence[Tensor]) -> None:
         if not k:
             own = [i for i in range(len(given)) if self._is_own(0, i)]
-            self.hooks.first(given, own, self.cell.name)
+            self.hooks.first(given, own, self.cells.name)
 
     def _hand_hooks_down(self, k: int, again: ChunkGraph) -> None:
         """Set hooks on the tensors whose whole gradients they are to see."""
-        given, name = again.given, self.cell.name
+        given, name = again.given, self.cells.name
         self._hand_first_hooks_down(k, given)
         self.hooks.enter(k, again.leaves)
         self.hooks.leave(k, given, [i for i in range(len(given)) if self._is_own(k, i)], name)
@@ -358,21 +515,17 @@ class ThroughTime:
         k: int,
         take: Callable[[tuple[int, list[Tensor]]], None],
         watch: Watch | None = None,
-    ) -> tuple[list[Tensor], list[Tensor], list[tuple[Place, Tensor]], int]:
+    ) -> tuple[list[Tensor], list[Tensor], Taken, int]:
         """Run a chunk with a graph; return the state before and after, inputs, where it began."""
-        inputs, fused = self.inputs, self.cell.fused
         given = self._given(before, k, graph=True)
-        xs: list[tuple[Place, Tensor]] = []
-        x: Callable[..., object]
-        x = (lambda t, end: inputs.many(t, end, xs)) if fused else lambda t: inputs.at(t, xs)
+        xs: Taken = []
         if watch is not None:
             watch.knows(self.around.tensors())
-            x = watch.unseen(x)
         begun = graph_begins()
         with contextlib.nullcontext() if watch is None else watch:
             state = pytree.tree_unflatten(given, self._spec(k))
-            with refusing_writes(self.cell.name, self._steps(k)):
-                leaves = self._run_steps(state, self._steps(k), x, take)
+            with refusing_writes(self.cells.name, self._steps(k)):
+                leaves = self._run(state, k, take, xs, watch)
         return given, leaves, xs, begun
 
     def verify(self) -> None:
@@ -380,10 +533,11 @@ class ThroughTime:
         k = None if self.checksums is None else self.checksums.bad()
         if k is not None:
             self._refuse_other(k)
+        self.done()
 
     def _refuse_other(self, k: int) -> None:
         check, self.checksums = self.check, None  # one warning is enough
-        refuse_other_numbers(check, self.cell.name, self._steps(k), self.around.late_buffers())
+        refuse_other_numbers(check, self.cells.name, self._steps(k), self.around.late_buffers())
 
     def _is_own(self, k: int, i: int) -> bool:
         """Whether leaf i of the state before a chunk is neither an earlier leaf nor a parameter."""
@@ -400,9 +554,40 @@ class ThroughTime:
     def _check_wants(self, k: int, leaves: Sequence[Tensor], ys: Ys) -> None:
         """Raise StateError if a result takes part in the gradient that was not known to."""
         wants, stop = self._wants(k + 1), self._stop_of(k)
-        require_known_wants(self.cell.name, self.facts, wants, leaves, ys, stop)
+        require_known_wants(self.cells.name, self.facts, wants, leaves, ys, stop)
 
 
 def results_in(leaves: Sequence[Tensor], ys: Ys) -> list[Tensor]:
     """Return all that the steps of a chunk have returned: the last state and each output."""
     return [*leaves, *(y for _, of_step in ys for y in of_step)]
+
+
+def gradients_of(
+    name: str, roots: Sequence[tuple[Tensor, Tensor | None]], targets: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of targets by roots and theirs; `name` is the cell's.
+
+    Raises
+    ------
+    StateError
+        If the graph holds a reentrant checkpoint, or a gradient is sparse.
+    """
+    try:
+        found = torch.autograd.grad(
+            [t for t, _ in roots], targets, [g for _, g in roots], allow_unused=True
+        )
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise StateError(
+            f"{name} uses reentrant checkpoint, whose gradients autograd computes only "
+            "together with .grad; give torch.utils.checkpoint use_reentrant=False"
+        ) from error
+    for target, gradient in zip(targets, found, strict=True):
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise StateError(
+                f"{name} has a sparse gradient (of a parameter of shape "
+                f"{tuple(target.shape)}), and chunks' gradients are added up densely; use "
+                "nn.Embedding(sparse=False)"
+            )
+    return found

@@ -1,4 +1,4 @@
-"""What a cell does, found by running it a few times; everything is put back."""
+"""What a step does, found by running it a few times; everything is put back."""
 
 from __future__ import annotations
 
@@ -16,64 +16,27 @@ from torch.utils import _pytree as pytree
 
 from ...errors import StateError
 from ..environment.captured import Environment
-from ..environment.randomness import Generators, device_types
-from ..environment.settings import Autocast, autocast, leave_hooks_alone
+from ..environment.randomness import Generators
 from ..environment.states import tensors_in
 from ..measurement.checking import Check, complain
 from ..tensors.checksums import checksum
 from ..tensors.graphs import Used, Walked, graph_begins, graph_weight, held_elsewhere, leaves_below
 from ..tensors.meter import storages_of
 from ..tensors.states import Kind, copied, kind_of, said
-from .cell import Buffers, Cell, Facts
+from .cells import Cell
+from .facts import Buffers
 from .hooks import (
     hooks_on,
     refuse_hooks_on_inputs,
     refuse_hooks_on_nodes,
     refuse_hooks_on_parameters,
 )
-from .inputs import ELEMENT, Inputs, Taken
-from .states_given import known_parameters, state_leaves
+from .inputs import ELEMENT, Taken
 from .surroundings import refuse_changes, refuse_graph
-
-FEW = 8  # steps of a fused cell to look at
 
 
 class StateVaries(StateError):
     """A cell returned a state of another shape than it was given."""
-
-
-def explore_cell(
-    cell: Cell,
-    state: object,
-    inputs: Inputs,
-    generators: Generators,
-    parameters: Sequence[Tensor] | None,
-    draws: bool | None,
-    check: Check,
-) -> Facts:
-    """Run a cell a few times and return what it does; everything is put back.
-
-    Raises
-    ------
-    StateVaries
-        If it returns a state of another shape than it gets.
-    StateError
-        If it returns another kind of state than it gets, writes to the state
-        it gets, changes what it refers to, or returns other numbers each time.
-    ArgumentError
-        If the state is no pytree of tensors, or it uses tensors of a graph that
-        were not given as parameters.
-    """
-    leave_hooks_alone()
-    leaves, spec = state_leaves(state)
-    known = known_parameters(cell, inputs, parameters)
-
-    def sample(taken: Taken) -> object:
-        return inputs.sample(FEW, fused=cell.fused, leaves=taken)
-
-    with autocast(Autocast.capture(device_types([*leaves, *known, *inputs.held()]))):
-        explorer = Explorer(cell, leaves, spec, sample, generators, known, check)
-        return explorer.inferred() if torch.is_inference_mode_enabled() else explorer.facts(draws)
 
 
 @dataclass(slots=True)
@@ -92,8 +55,8 @@ class Look:
         By generator.
     found : list of Tensor
         Leaves of the graph that were not known.
-    weight : (int, int)
-        See `Facts`.
+    weight : (int, int, int)
+        See `StepKind`.
     hooked : bool
         Whether the step set hooks on its state.
     used : set
@@ -159,82 +122,44 @@ class Explorer:
         self._buffers = [(module, key) for module, key, _ in cell.scope.buffers()]
         self._around = Environment(cell.scope, cell.name, self._buffers)
 
-    def facts(self, draws: bool | None) -> Facts:
-        """Look until nothing new shows; return what was seen."""
-        wants = [tuple(leaf.requires_grad for leaf in self._leaves)]
-        looked = self._look(wants[0])
-        self._known += held_elsewhere(looked.found)
-        after = tuple(a or b for a, b in zip(looked.wants, wants[0], strict=True))
-        while after != wants[-1]:
-            wants.append(after)
-            looked = self._look(after)
-            after = tuple(a or b for a, b in zip(looked.wants, after, strict=True))
-        return Facts(
-            spec=self._spec,
-            returns_y=looked.returns_y,
-            y_spec=looked.y_spec,
-            summed=summed(looked.ys),
-            differentiable=looked.differentiable,
-            wants=tuple(wants),
-            draws=looked.draws if draws is None else (draws,) * len(self._random),
-            graded=self._graded(looked, wants[-1]),
-            buffers=looked.buffers,
-            parameters=tuple(self._known),
-            weight=looked.weight,
-            x_kinds=looked.x_kinds,
-        )
-
-    def look(self) -> tuple[Look, bool]:
-        """Look once; return what was seen, and whether the step must be run with a graph."""
+    def look(self) -> Look:
+        """Run the step once, with a graph but in inference mode; return what was seen."""
         if torch.is_inference_mode_enabled():
-            return self._inferred(), False
-        wants = tuple(leaf.requires_grad for leaf in self._leaves)
-        looked = self._look(wants)
+            return self._inferred()
+        parameters = [p for p in self._cell.scope.parameters() if p.is_leaf]
+        hooks = hooks_on(parameters)
+        try:
+            looked = self._looked_once(parameters)
+        except RuntimeError as error:  # as `torch.func` has it
+            if self._unhooked or "saved tensor hooks" not in str(error):
+                raise
+            self._unhooked = True
+            looked = self._looked_once(parameters)
+        if hooks_on(parameters) != hooks:
+            refuse_hooks_on_parameters(self._cell.name, "in its first step")
         self._known += held_elsewhere(looked.found)
-        return looked, self._graded(looked, wants)
-
-    def inferred(self) -> Facts:
-        """Return what inference mode needs, where nothing has a graph: the kind of results."""
-        looked = self._inferred()
-        return Facts(
-            spec=self._spec,
-            returns_y=looked.returns_y,
-            y_spec=looked.y_spec,
-            summed=summed(looked.ys),
-            differentiable=looked.differentiable,
-            wants=(looked.wants,),
-            draws=looked.draws,
-            graded=False,
-            buffers=(),
-            parameters=(),
-            weight=looked.weight,
-            x_kinds=(),
-        )
+        return looked
 
     def _inferred(self) -> Look:
         copies = [copied(leaf) for leaf in self._leaves]
         with self.untouched():
             result: Any = self._cell.call(pytree.tree_unflatten(copies, self._spec), self._x([]))
-        returns_y = self._returns_y(result)
-        leaves, spec = self._state_of(result[0] if returns_y else result)
-        ys, y_spec = self._outputs(result[1]) if returns_y else ([], None)
-        no, silent = (False,) * len(leaves), (False,) * len(ys)
-        draws, none = (False,) * len(self._random), (0, 0, 0)
+        spec, leaves, returns_y, y_spec, ys = self._results_of(result)
         return Look(
-            spec,
-            leaves,
-            returns_y,
-            y_spec,
-            ys,
-            silent,
-            no,
-            draws,
-            (),
-            [],
-            none,
-            (),
-            False,
-            set(),
+            spec=spec,
+            leaves=leaves,
+            returns_y=returns_y,
+            y_spec=y_spec,
+            ys=ys,
+            differentiable=(False,) * len(ys),
+            wants=(False,) * len(leaves),
+            draws=(False,) * len(self._random),
+            buffers=(),
+            found=[],
+            weight=(0, 0, 0),
+            x_kinds=(),
+            hooked=False,
+            used=set(),
         )
 
     @contextlib.contextmanager
@@ -249,14 +174,17 @@ class Explorer:
             if drawn is not None:
                 self._generators.restore(drawn)
 
-    def _graded(self, looked: Look, wants: Sequence[bool]) -> bool:
-        """Whether a step returns other bits without a graph, from state 0 or the one after it.
+    def graded(self, looked: Look) -> bool:
+        """Whether a step returns other bits without a graph, from its state or the one after it.
 
         State 0 is often zeros, from which many kernels round alike.  The compiler
         makes other kernels for either, which may differ only later.  A step may also fail
         without a graph: a hook on its state needs one.
         """
+        if torch.is_inference_mode_enabled():
+            return False
         cell, spec = self._cell, self._spec
+        wants = [leaf.requires_grad for leaf in self._leaves]
 
         def step(state: Sequence[Tensor], wants: Sequence[bool] | None) -> int | None:
             given = [t.detach() for t in state]
@@ -288,23 +216,9 @@ class Explorer:
             return False
         return step(looked.leaves, None) != step(looked.leaves, looked.wants)
 
-    def _look(self, wants: Sequence[bool]) -> Look:
-        parameters = [p for p in self._cell.scope.parameters() if p.is_leaf]
-        hooks = hooks_on(parameters)
-        try:
-            looked = self._looked_once(parameters, wants)
-        except RuntimeError as error:  # as `torch.func` has it
-            if self._unhooked or "saved tensor hooks" not in str(error):
-                raise
-            self._unhooked = True
-            looked = self._looked_once(parameters, wants)
-        if hooks_on(parameters) != hooks:
-            refuse_hooks_on_parameters(self._cell.name, "in its first step")
-        return looked
-
-    def _looked_once(self, parameters: Sequence[Tensor], wants: Sequence[bool]) -> Look:
+    def _looked_once(self, parameters: Sequence[Tensor]) -> Look:
         with self._no_backward(parameters), self.untouched(), torch.enable_grad():
-            return self._looked(wants)
+            return self._looked()
 
     @contextlib.contextmanager
     def _no_backward(self, parameters: Sequence[Tensor]) -> Iterator[None]:
@@ -328,9 +242,9 @@ class Explorer:
             for handle in handles:
                 handle.remove()
 
-    def _looked(self, wants: Sequence[bool]) -> Look:
-        cell, leaves, spec = self._cell, self._leaves, self._spec
-        given = [t.detach().requires_grad_(w) for t, w in zip(leaves, wants, strict=True)]
+    def _looked(self) -> Look:
+        cell, spec = self._cell, self._spec
+        given = [t.detach().requires_grad_(t.requires_grad) for t in self._leaves]
         before = [(m, k, b, b._version, b.detach().clone()) for m, k, b in self._owned()]
         begun = graph_begins()
         taken: Taken = []
@@ -358,9 +272,7 @@ class Explorer:
         )
         for module, key in changed:
             refuse_graph(cell.name, module, key, "in its first step")
-        returns_y = self._returns_y(result)
-        new_leaves, new_spec = self._state_of(result[0] if returns_y else result)
-        ys, y_spec = self._outputs(result[1]) if returns_y else ([], None)
+        new_spec, new_leaves, returns_y, y_spec, ys = self._results_of(result)
         exchanged = {id(module._buffers[key]) for module, key in changed}
         if any(id(leaf) in exchanged for leaf in ys):
             raise StateError(
@@ -372,21 +284,30 @@ class Explorer:
         walked = Walked()
         found = list(leaves_below(roots, own, self._known, begun, cell.name, walked))
         return Look(
-            new_spec,
-            [t.detach() for t in new_leaves],
-            returns_y,
-            y_spec,
-            [t.detach() for t in ys],
-            tuple(t.requires_grad for t in ys),
-            tuple(t.requires_grad for t in new_leaves),
-            tuple([name in drawn for name in self._generators.names]),
-            changed,
-            found,
-            (*graph_weight(roots, begun, [t.grad_fn for t in copies]), saved.nbytes),
-            tuple(kind_of(t) for t in tensors_in(x)),
-            any(t._backward_hooks for t in copies),
-            walked.used,
+            spec=new_spec,
+            leaves=[t.detach() for t in new_leaves],
+            returns_y=returns_y,
+            y_spec=y_spec,
+            ys=[t.detach() for t in ys],
+            differentiable=tuple(t.requires_grad for t in ys),
+            wants=tuple(t.requires_grad for t in new_leaves),
+            draws=tuple([name in drawn for name in self._generators.names]),
+            buffers=changed,
+            found=found,
+            weight=(*graph_weight(roots, begun, [t.grad_fn for t in copies]), saved.nbytes),
+            x_kinds=tuple(kind_of(t) for t in tensors_in(x)),
+            hooked=any(t._backward_hooks for t in copies),
+            used=walked.used,
         )
+
+    def _results_of(
+        self, result: Any
+    ) -> tuple[pytree.TreeSpec, list[Tensor], bool, pytree.TreeSpec | None, list[Tensor]]:
+        """Return structure and leaves of the state, whether there is a y, and those of y."""
+        returns_y = self._returns_y(result)
+        leaves, spec = self._state_of(result[0] if returns_y else result)
+        ys, y_spec = self._outputs(result[1]) if returns_y else ([], None)
+        return spec, leaves, returns_y, y_spec, ys
 
     def _state_of(self, state: object) -> tuple[list[Tensor], pytree.TreeSpec]:
         """Return the leaves and structure of a state that was returned.  Raises StateError."""
@@ -514,8 +435,3 @@ class _Copy(torch.autograd.Function):
 
 def _are_alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return [kind_of(t) for t in some] == [kind_of(t) for t in others]
-
-
-def summed(ys: Sequence[Tensor]) -> tuple[bool, ...]:
-    """Return which outputs are one number, a loss."""
-    return tuple([y.dim() == 0 and y.is_floating_point() for y in ys])

@@ -4,6 +4,9 @@ The walk knows the kind of state t from the kind of step t - 1, so that only the
 step of each kind is run: 10 000 steps of three kinds cost three runs.  Steps of a kind
 run on a state that some step returned: one that is held, or else the one that the steps
 before it lead to, from state 0.
+
+Equal steps need no walk: all are of the kind of the last one that was looked at, once no
+more leaves of the state take part in the gradient.
 """
 
 from __future__ import annotations
@@ -20,18 +23,21 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError, StateError
-from ..environment.captured import Environment
-from ..environment.randomness import Generators, device_types
-from ..environment.settings import Autocast, autocast
-from ..measurement.checking import Check
+from ..environment.captured import Environment, generators_of
+from ..environment.randomness import device_types
+from ..environment.settings import Autocast, autocast, leave_hooks_alone
 from ..tensors.graphs import Used, uses
 from ..tensors.states import Kind, kind_of
-from .cells import Cells, StateKind, StepKind, VariedFacts, XKind, kind_of_tree
-from .exploring_cells import Explorer
+from .arguments import Settings
+from .cells import Cells, known_parameters, state_leaves
+from .exploring import Explorer, Look, StateVaries
+from .facts import Facts, StateKind, StepKind, XKind, kind_of_tree
+from .hooks import looking
 from .inputs import Inputs, Taken
-from .states_given import known_parameters, state_leaves
 
 MOST_KINDS = 64
+_SHARE = 8  # of the limit, what states held while kinds are found may take
+FEW = 8  # steps that a fused cell is looked at on
 # Errors by which a cell refuses a state or an input of another shape.
 _MISFITS = (RuntimeError, TypeError, ValueError)
 
@@ -43,6 +49,32 @@ class _Held:
     nbytes: int
 
 
+def surveyed(
+    cells: Cells,
+    state: object,
+    inputs: Inputs,
+    parameters: Sequence[Tensor] | None,
+    draws: bool | None,
+    settings: Settings,
+    *,
+    equal: bool,
+    either: bool,
+) -> tuple[Survey, Facts]:
+    """Look at steps of each kind; return what does so, and what they do.
+
+    With `either` those that are taken to be `equal` may turn out to differ.
+    """
+    with looking():
+        try:
+            survey = Survey(cells, state, inputs, parameters, settings, equal=equal)
+            return survey, survey.facts(draws)
+        except StateVaries:
+            if not either:
+                raise
+        survey = Survey(cells, state, inputs, parameters, settings, equal=False)
+        return survey, survey.facts(draws)
+
+
 class Survey:
     """Finds the kinds of the steps of a sequence; everything is put back.
 
@@ -52,14 +84,18 @@ class Survey:
     state : pytree of Tensor
         State 0.
     inputs : Inputs
-    generators : Generators
     parameters : sequence of Tensor, optional
         Those whose gradients are required.
-    check : {"error", "warn", "off"}
-    exact : bool
-        Whether steps of other shapes are of other kinds.
-    room_bytes : int
-        States that may be held at once, beside the latest and state 0.
+    settings : Settings
+        Of a part of the limit states may be held, beside the latest and state 0.  Without
+        given costs steps of other shapes are of other kinds.
+    equal : bool
+        Whether steps are taken to be equal: `StateVaries` is raised if they are not.
+
+    Attributes
+    ----------
+    generators : Generators
+        That steps may draw from.
 
     Raises
     ------
@@ -72,19 +108,21 @@ class Survey:
         cells: Cells,
         state: object,
         inputs: Inputs,
-        generators: Generators,
         parameters: Sequence[Tensor] | None,
-        check: Check,
+        settings: Settings,
         *,
-        exact: bool,
-        room_bytes: int,
+        equal: bool,
     ) -> None:
-        self._cells, self.inputs, self._generators = cells, inputs, generators
-        self._check, self._exact, self._room = check, exact, room_bytes
-        # Whether steps with other values beside the tensors of x_t are of other kinds.
-        count = inputs.few_values() * len(cells.each)
-        self._values = exact and 0 < count <= MOST_KINDS // 2
+        leave_hooks_alone()
+        self.cells, self.inputs = cells, inputs
+        exact, memory = settings.costs is None, settings.memory
+        self._check, self._equal, self._exact = settings.check, equal, exact
+        self._room = 0 if memory is None or memory.bytes is None else memory.bytes // _SHARE
         leaves, spec = state_leaves(state)
+        self.generators = generators_of([cells.scope], [*leaves, *inputs.held()])
+        # Whether steps with other values beside the tensors of x_t are of other kinds.
+        count = 0 if equal else inputs.few_values() * len(cells.each)
+        self._values = exact and 0 < count <= MOST_KINDS // 2
         self.known = known_parameters(cells, inputs, parameters)
         self._involved = [*leaves, *self.known, *inputs.held()]
         self.kinds: list[StepKind] = []
@@ -98,30 +136,52 @@ class Survey:
         self._xs: dict[int, XKind] = {}
         self._used: list[Used] = []  # by kind
 
-    def facts(self, draws: bool | None) -> VariedFacts:
-        """Walk the sequence; return what its steps do.
+    def facts(self, draws: bool | None) -> Facts:
+        """Look at a step of each kind; return what steps do.
 
         Raises
         ------
         ArgumentError
-            If there are more than `MOST_KINDS` kinds.
+            If there are more than `MOST_KINDS` kinds; if a step uses tensors of a graph that
+            were not given as parameters.
+        StateVaries
+            If steps are to be equal, and a state differs from the one before it.
         StateError
-            As `explore_cell`; and if a cell refuses the state that it is to be given.
+            If a step writes to the state it gets, changes what it refers to, returns other
+            numbers each time, or refuses the state that it is to be given.
         """
+        with autocast(Autocast.capture(device_types(self._involved))):
+            self._alike() if self._equal else self._walk()
+        return self._joined(draws)
+
+    def _alike(self) -> None:
+        """Look at the first step until no more leaves of the state take part in the gradient."""
+        while True:
+            number, before = len(self.kinds), self.states[len(self.kinds)]
+            leaves = _as_found(self._first, before.wants)
+            explorer, looked = self._look(0, 0, before, leaves)
+            wants = [a or b for a, b in zip(looked.wants, before.wants, strict=True)]
+            after = self._number_of(StateKind(before.spec, *_kinds_of(self._first, wants)))
+            last = after == number or number + 1 == self.inputs.steps
+            graded = last and explorer.graded(looked)
+            self._add(looked, 0, 0, number, after, graded=graded)
+            self._steps.append(number)
+            if last:
+                return
+
+    def _walk(self) -> None:
         known: dict[tuple[int, int, XKind | None], int] = {}
         state = 0
-        with autocast(Autocast.capture(device_types(self._involved))):
-            for t in range(self.inputs.steps):
-                key = self._cells.at[t], state, self._x_kind(t)
-                number = known.get(key)
-                if number is None:
-                    if self._exact and len(self.kinds) == MOST_KINDS:
-                        raise self._too_many(t)
-                    number = known[key] = len(self.kinds)
-                    self.kinds.append(self._explored(t, *key))
-                self._steps.append(number)
-                state = self.kinds[number].after
-        return self._joined(draws)
+        for t in range(self.inputs.steps):
+            key = self.cells.number(t), state, self._x_kind(t)
+            number = known.get(key)
+            if number is None:
+                if self._exact and len(self.kinds) == MOST_KINDS:
+                    raise self._too_many(t)
+                number = known[key] = len(self.kinds)
+                self._explored(t, *key)
+            self._steps.append(number)
+            state = self.kinds[number].after
 
     def state_before(self, kind: StepKind) -> list[Tensor]:
         """Return the leaves of a state that steps of a kind may be run on."""
@@ -145,6 +205,8 @@ class Survey:
     def _x_kind(self, t: int) -> XKind | None:
         """Return the kind of x_t."""
         inputs = self.inputs
+        if self._equal:
+            return None
         if isinstance(inputs.given, Tensor) or (inputs.made and not self._exact):
             t = 0  # all alike, or taken to be
         found = self._xs.get(t)
@@ -160,61 +222,98 @@ class Survey:
         return found
 
     def _number_of(self, state: StateKind) -> int:
-        key: object = state if self._exact else _formless(state)
+        key: object = state if self._exact else state.form()
         number = self._numbers.setdefault(key, len(self.states))
         if number == len(self.states):
             self.states.append(state)
         return number
 
-    def _explored(self, t: int, cell_number: int, before: int, x: XKind | None) -> StepKind:
-        cell, kind = self._cells.each[cell_number], self.states[before]
-        held = self._held.get(before)
+    def _explored(self, t: int, cell_number: int, before: int, x: XKind | None) -> None:
+        kind, held = self.states[before], self._held.get(before)
         leaves = self._first if t == 0 else None
         if leaves is None and held is not None:
             leaves = held.leaves
         if leaves is None:
             leaves = _as_found(self._walked(t), kind.wants)
-
-        def sample(taken: Taken) -> object:
-            return self.inputs.at(t, taken)
-
-        explorer = Explorer(
-            cell, leaves, kind.spec, sample, self._generators, self.known, self._check, alike=False
-        )
         try:
-            looked, graded = explorer.look()
+            explorer, looked = self._look(t, cell_number, kind, leaves)
+            graded = explorer.graded(looked)
         except _MISFITS as error:
             if t == 0 or isinstance(error, (StateError, ArgumentError, torch.OutOfMemoryError)):
                 raise
+            name, said = self.cells.each[cell_number].name, str(error) or type(error).__name__
             raise StateError(
-                f"{cell.name} does not run at step {t}, on a state of shapes {kind}: "
-                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}; a cell "
-                "must take the state that the step before it returns"
+                f"{name} does not run at step {t}, on a state of shapes {kind}: "
+                f"{said.splitlines()[0]}; a cell must take the state that the step before it "
+                "returns"
             ) from error
-        self._used.append(looked.used)
         found, flags = _kinds_of(looked.leaves, looked.wants)
         after = self._number_of(StateKind(looked.spec, found, flags))
         self._hold(after, t + 1, _as_found(looked.leaves, flags))
-        return StepKind(
-            cell=cell_number,
-            before=before,
-            after=after,
-            x=x if self._exact and self.inputs.made else None,
-            returns_y=looked.returns_y,
-            y_spec=looked.y_spec if looked.ys else None,
-            ys=tuple(kind_of(y) for y in looked.ys),
-            differentiable=looked.differentiable,
-            draws=looked.draws,
-            graded=graded,
-            buffers=looked.buffers,
-            weight=looked.weight,
-            parameters=(),  # known when all are
-            first=t,
-            name=self._name(cell_number, kind, t),
+        x = x if self._exact and self.inputs.made else None
+        self._add(looked, t, cell_number, before, after, x, graded=graded)
+
+    def _look(
+        self, t: int, cell_number: int, kind: StateKind, leaves: Sequence[Tensor]
+    ) -> tuple[Explorer, Look]:
+        """Run step t on a state."""
+        inputs, fused = self.inputs, self.cells.fused
+
+        def sample(taken: Taken) -> object:
+            return (
+                inputs.sample(FEW, fused=fused, leaves=taken)
+                if self._equal
+                else inputs.at(t, taken)
+            )
+
+        explorer = Explorer(
+            self.cells.each[cell_number],
+            leaves,
+            kind.spec,
+            sample,
+            self.generators,
+            self.known,
+            self._check,
+            alike=self._equal,
+        )
+        return explorer, explorer.look()
+
+    def _add(
+        self,
+        looked: Look,
+        t: int,
+        cell: int,
+        before: int,
+        after: int,
+        x: XKind | None = None,
+        *,
+        graded: bool,
+    ) -> None:
+        """Note a kind of steps."""
+        self._used.append(looked.used)
+        self.kinds.append(
+            StepKind(
+                cell=cell,
+                before=before,
+                after=after,
+                x=x,
+                x_kinds=looked.x_kinds,
+                returns_y=looked.returns_y,
+                y_spec=looked.y_spec,
+                ys=tuple(kind_of(y) for y in looked.ys),
+                differentiable=looked.differentiable,
+                draws=looked.draws,
+                graded=graded,
+                buffers=looked.buffers,
+                weight=looked.weight,
+                parameters=(),  # known when all are
+                first=len(self.kinds) if self._equal else t,
+                name=self._name(cell, self.states[before], t),
+            )
         )
 
     def _name(self, cell_number: int, before: StateKind, t: int) -> str:
-        cells, given = self._cells.each, self.inputs.at(t) if not self.inputs.made else None
+        cells, given = self.cells.each, self.inputs.at(t) if not self.inputs.made else None
         name = cells[cell_number].name.removeprefix("cell ")
         leaves = pytree.tree_leaves(given)
         shapes: list[object] = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)]
@@ -230,12 +329,12 @@ class Survey:
             "shapes, or give costs=StageCosts(...), one Stage for each step"
         )
 
-    def _joined(self, draws: bool | None) -> VariedFacts:
+    def _joined(self, draws: bool | None) -> Facts:
         self.kinds = [
             replace(kind, parameters=tuple(i for i, p in enumerate(self.known) if uses(used, p)))
             for kind, used in zip(self.kinds, self._used, strict=True)
         ]
-        kinds, first = self.kinds, self.states[0]
+        kinds = self.kinds
         speaking = [kind for kind in kinds if kind.y_spec is not None]
         for kind in speaking[1:]:
             if (kind.y_spec, _losses(kind)) != (speaking[0].y_spec, _losses(speaking[0])):
@@ -247,24 +346,21 @@ class Survey:
         columns = zip(*(kind.differentiable for kind in speaking), strict=True)
         by_generator = zip(*(kind.draws for kind in kinds), strict=True)
         drawn = tuple(any(column) for column in by_generator)
-        buffers = dict.fromkeys(buffer for kind in kinds for buffer in kind.buffers)
-        return VariedFacts(
-            spec=first.spec,
-            returns_y=bool(speaking),
-            y_spec=speaking[0].y_spec if speaking else None,
-            summed=_losses(speaking[0]) if speaking else (),
-            differentiable=tuple(any(column) for column in columns),
-            wants=(first.wants,),
-            draws=drawn if draws is None else (draws,) * len(drawn),
-            graded=any(kind.graded for kind in kinds),
-            buffers=tuple(buffers),
-            parameters=tuple(self.known),
-            weight=tuple([sum(column) for column in zip(*[k.weight for k in kinds], strict=True)]),
-            x_kinds=(),
+        fused = self.cells.fused
+        return Facts(
             kinds=tuple(kinds),
             states=tuple(self.states),
             steps=self._steps,
+            equal=self._equal,
             exact=self._exact,
+            looked_at=min(FEW, self.inputs.steps) if fused else 1,
+            y_spec=speaking[0].y_spec if speaking else None,
+            summed=_losses(speaking[0]) if speaking else (),
+            differentiable=tuple(any(column) for column in columns),
+            draws=drawn if draws is None else (draws,) * len(drawn),
+            graded=any(kind.graded for kind in kinds),
+            buffers=tuple(dict.fromkeys(buffer for kind in kinds for buffer in kind.buffers)),
+            parameters=tuple(self.known),
         )
 
     # ------------------------------------------------------------------ states
@@ -286,7 +382,7 @@ class Survey:
             kind = self.states[0] if step == 0 else self.states[self._kind(step - 1).after]
             state = pytree.tree_unflatten(leaves, kind.spec)
             for i in range(step, t):
-                result: Any = self._cells.each[self._cells.at[i]].call(state, self.inputs.at(i))
+                result: Any = self.cells.at(i).call(state, self.inputs.at(i))
                 state = result[0] if self._kind(i).returns_y else result
             leaves = pytree.tree_leaves(state)
         self._cursor = _Held(t, leaves, 0)
@@ -298,13 +394,13 @@ class Survey:
     @contextlib.contextmanager
     def _untouched(self) -> Iterator[None]:
         """Run steps as things are now; put everything back."""
-        cells, random = self._cells, self._generators.capture()
+        cells, random = self.cells, self.generators.capture()
         buffers = [(module, key) for module, key, _ in cells.scope.buffers()]
         try:
             with Environment(cells.scope, cells.name, buffers).again(random=False):
                 yield
         finally:
-            self._generators.restore(random)
+            self.generators.restore(random)
 
 
 def _losses(kind: StepKind) -> tuple[bool, ...]:
@@ -328,8 +424,3 @@ def _as_found(leaves: Sequence[Tensor], wants: Sequence[bool]) -> list[Tensor]:
         once.setdefault(id(t), t.detach().requires_grad_(w))
         for t, w in zip(leaves, wants, strict=True)
     ]
-
-
-def _formless(state: StateKind) -> object:
-    forms = tuple((len(size), dtype, device) for size, dtype, device in state.leaves)
-    return state.spec, forms, state.wants

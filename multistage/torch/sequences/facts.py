@@ -1,0 +1,336 @@
+"""What is known of the steps of a sequence by their kinds, and steps run as they are known.
+
+A step's *kind* is the cell that runs it, and the structure, shapes, dtypes and devices
+of the state before it and of x_t, with which of these tensors require gradients.  What
+holds of one step holds of all of its kind.  Equal steps differ at most in which leaves of
+the state take part in the gradient: those of state 0 may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ...errors import StateError
+from ..tensors.states import Kind, kind_of, said
+from .cells import Cells
+from .inputs import value_of
+
+Buffers: TypeAlias = tuple[tuple[nn.Module, str], ...]
+Ys: TypeAlias = list[tuple[int, list[Tensor]]]  # of steps: t, leaves of y
+# What distinguishes the tensors of a tree: structure, kinds, whether gradients are required.
+# Of what has no exact shape, the number of dimensions.
+Form: TypeAlias = tuple[int, torch.dtype, torch.device]
+XKind: TypeAlias = tuple[pytree.TreeSpec, tuple[tuple[Kind | Form, bool] | str, ...]]
+_LEAF = pytree.tree_structure(0)
+
+
+@dataclass(frozen=True, slots=True)
+class StateKind:
+    """What a state is but for its values.
+
+    Attributes
+    ----------
+    spec : TreeSpec
+    leaves : tuple of (shape, dtype, device)
+    wants : tuple of bool
+        Which leaves take part in the gradient.
+    flat : bool
+        Whether it is a tuple of its leaves, which are found without a walk then.
+    """
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Kind, ...]
+    wants: tuple[bool, ...]
+    flat: bool = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        flat = self.spec == pytree.tree_structure((0,) * len(self.leaves))
+        object.__setattr__(self, "flat", flat)
+
+    def __str__(self) -> str:
+        return ", ".join(str(tuple(size)) for size, _, _ in self.leaves) or "nothing"
+
+    def form(self) -> object:
+        """Return what distinguishes states whose sizes are not known."""
+        forms = tuple((len(size), dtype, device) for size, dtype, device in self.leaves)
+        return self.spec, forms, self.wants
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """What steps of one kind do.
+
+    Attributes
+    ----------
+    cell : int
+    before, after : int
+        Numbers of the kinds of the states.
+    x : XKind or None
+        None where x_t of any kind will do.
+    x_kinds : tuple of (shape, dtype, device)
+        Of the tensors of x_t that were looked at.
+    returns_y : bool
+    y_spec : TreeSpec or None
+    ys : tuple of (shape, dtype, device)
+        Of the leaves of y.
+    differentiable : tuple of bool
+        Of those.
+    draws : tuple of bool
+        By generator.
+    graded : bool
+        See `Facts`.
+    buffers : tuple of (module, name)
+    weight : (int, int, int)
+        Nodes of a step's graph, bytes of what they return, and bytes of what they save:
+        cells that differ in neither code nor parameters may differ here.
+    parameters : tuple of int
+        Those that its graph leads to.
+    first : int
+        The first step of this kind.
+    name : str
+        For messages and tables.
+    """
+
+    cell: int
+    before: int
+    after: int
+    x: XKind | None
+    x_kinds: tuple[Kind, ...]
+    returns_y: bool
+    y_spec: pytree.TreeSpec | None
+    ys: tuple[Kind, ...]
+    differentiable: tuple[bool, ...]
+    draws: tuple[bool, ...]
+    graded: bool
+    buffers: Buffers
+    weight: tuple[int, int, int]
+    parameters: tuple[int, ...]
+    first: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the steps of a sequence do, seen in a step of each kind.
+
+    Attributes
+    ----------
+    kinds : tuple of StepKind
+    states : tuple of StateKind
+    steps : sequence of int
+        By step, the number of its kind; the last number holds for all later ones.
+    equal : bool
+        Whether all steps are of one cell and all states of one shape.
+    exact : bool
+        Whether shapes are known, and held to.
+    looked_at : int
+        How many steps the weight of a kind is of, where one call runs several.
+    y_spec : TreeSpec or None
+    summed : tuple of bool
+        For each leaf of y whether it is one number, a loss, and summed.
+    differentiable : tuple of bool
+        For each leaf of y.
+    draws : tuple of bool
+        For each generator whether steps draw from it.
+    graded : bool
+        Whether steps must be run with a graph to give the same bits, as some kernels
+        are others under `no_grad`, or to set their hooks on the state.
+    buffers : tuple of (module, name)
+        Buffers that they change.
+    parameters : tuple of Tensor
+        Those whose gradients are required.
+    """
+
+    kinds: tuple[StepKind, ...]
+    states: tuple[StateKind, ...]
+    steps: Sequence[int]
+    equal: bool
+    exact: bool
+    looked_at: int
+    y_spec: pytree.TreeSpec | None
+    summed: tuple[bool, ...]
+    differentiable: tuple[bool, ...]
+    draws: tuple[bool, ...]
+    graded: bool
+    buffers: Buffers
+    parameters: tuple[Tensor, ...]
+
+    def kind(self, t: int) -> StepKind:
+        """Return the kind of step t."""
+        steps = self.steps
+        return self.kinds[steps[t] if t < len(steps) else steps[-1]]
+
+    def state(self, t: int) -> StateKind:
+        """Return the kind of state t, that before step t or the last."""
+        return self.states[self.kind(t - 1).after if t else 0]
+
+    def weight(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the nodes of the graph of some steps, and the bytes of what they return."""
+        if not self.equal:
+            each = [self.kind(t).weight for t in range(start, stop)]
+            return sum(one[0] for one in each), sum(one[1] for one in each)
+        count, (nodes, nbytes, _) = -(-(stop - start) // self.looked_at), self.kinds[-1].weight
+        return count * nodes, count * nbytes
+
+
+def run_steps(
+    cells: Cells,
+    facts: Facts,
+    state: object,
+    steps: tuple[int, int],
+    x: Callable[[int], object],
+    take: Callable[[tuple[int, list[Tensor]]], None],
+) -> list[Tensor]:
+    """Run time steps; hand t and the leaves of y of each to `take`; return the state's leaves.
+
+    A fused cell takes all of them at once, and `x(t)` returns their inputs.
+
+    Raises
+    ------
+    StateError
+        If a step is not of the kind it was found to be: at that step, before the next ones
+        run, which would exceed the memory limit.
+    """
+    leaves: list[Tensor] = []
+    states, exact, many = facts.states, facts.exact, not facts.equal
+    for t in steps[:1] if cells.fused else range(*steps):
+        kind, cell = facts.kind(t), cells.at(t)
+        given = x(t)
+        if kind.x is not None:
+            _require_x(given, kind.x, t)
+        result = cell.call(state, given)
+        if kind.returns_y:
+            state, y = _split(result, kind, cell.name, t)
+        else:
+            state, y = result, None
+        leaves = _state_leaves(state, states[kind.after], cell.name, t, exact=exact)
+        if kind.y_spec is not None:
+            take((t, _y_leaves(y, kind, cell.name, t, exact=exact and many)))
+    return leaves
+
+
+def kind_of_tree(tree: object, *, exact: bool = True, values: bool = False) -> XKind:
+    """Return what distinguishes the inputs of a cell.
+
+    Of leaves that are no tensors it is the type, with `values` the value too.
+
+    Examples
+    --------
+    >>> import torch
+    >>> kind_of_tree((torch.zeros(2), 3)) == kind_of_tree((torch.ones(2), 4))
+    True
+    """
+    leaves, spec = ([tree], _LEAF) if isinstance(tree, Tensor) else pytree.tree_flatten(tree)
+    return spec, tuple(
+        [
+            (kind_of(leaf) if exact else _form_of(kind_of(leaf)), leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else (value_of(leaf) if values else type(leaf).__name__)
+            for leaf in leaves
+        ]
+    )
+
+
+def _form_of(kind: Kind) -> Form:
+    return len(kind[0]), kind[1], kind[2]
+
+
+def _require_x(given: object, expected: XKind, t: int) -> None:
+    found = kind_of_tree(given)
+    if found[0] == expected[0] and [_plain(a) for a in found[1]] == [
+        _plain(a) for a in expected[1]
+    ]:
+        return
+    raise StateError(
+        f"x_{t} is {_said_tree(found)}, and was {_said_tree(expected)} when the steps were looked "
+        "at; inputs must return the same each time"
+    )
+
+
+def _plain(leaf: tuple[Kind | Form, bool] | str) -> object:
+    return leaf if isinstance(leaf, str) else leaf[0]
+
+
+def _said_tree(kind: XKind) -> str:
+    return ", ".join(map(_said_leaf, kind[1])) or "empty"
+
+
+def _said_leaf(leaf: tuple[Kind | Form, bool] | str) -> str:
+    if isinstance(leaf, str):
+        return leaf
+    size, dtype, device = leaf[0]
+    assert not isinstance(size, int)  # steps are held to exact shapes alone
+    return said((size, dtype, device))
+
+
+def _split(result: object, kind: StepKind, name: str, t: int) -> tuple[object, object]:
+    """Return the state and y of a pair."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise StateError(
+            f"{name} returned (state, y) at first and {type(result).__name__} at step {t}"
+        )
+    state, y = result
+    if (y is None) != (kind.y_spec is None):
+        first, now = ("None", "a y") if kind.y_spec is None else ("a y", "None")
+        raise StateError(
+            f"{name} returned (state, y) with {first} for y at first, and {now} at step {t}; "
+            "it must be the same at every step"
+        )
+    return state, y
+
+
+def _state_leaves(
+    state: object, after: StateKind, name: str, t: int, *, exact: bool
+) -> list[Tensor]:
+    """Return the leaves of a state that a step has returned.  Raises StateError for others."""
+    if after.flat and type(state) is tuple and len(state) == len(after.leaves):
+        leaves: list[Any] = list(state)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            leaves = _leaves_of(state, after.spec, f"{name} returned a state", t)
+    else:
+        leaves = _leaves_of(state, after.spec, f"{name} returned a state", t)
+    for number, (leaf, expected) in enumerate(zip(leaves, after.leaves, strict=True)):
+        found = kind_of(leaf)
+        if found != expected and (exact or _form_of(found) != _form_of(expected)):
+            raise StateError(
+                f"{name} returned a state at step {t} whose leaf {number} is {said(found)}; other "
+                f"steps of this kind return {said(expected)}. Shapes must follow from the cell, "
+                "the shapes of its state and those of x_t; where they differ give inputs as a "
+                "list, or else say unequal=True"
+            )
+    return leaves
+
+
+def _y_leaves(y: object, kind: StepKind, name: str, t: int, *, exact: bool) -> list[Tensor]:
+    """Return the leaves of an output.  Raises StateError if it is not as it was found to be."""
+    assert kind.y_spec is not None
+    leaves = _leaves_of(y, kind.y_spec, f"{name} returned an output y", t)
+    if exact:
+        for number, (leaf, expected) in enumerate(zip(leaves, kind.ys, strict=True)):
+            if kind_of(leaf) != expected:
+                raise StateError(
+                    f"{name} returned an output at step {t} whose leaf {number} is "
+                    f"{said(kind_of(leaf))}; other steps of this kind return {said(expected)}"
+                )
+    return leaves
+
+
+def _leaves_of(tree: object, spec: pytree.TreeSpec, what: str, t: int) -> list[Tensor]:
+    """Return the leaves of a tree in the order of a structure: dicts may have any order."""
+    try:
+        leaves: list[Any] = [tree] if spec.is_leaf() else spec.flatten_up_to(tree)
+        fits = all(isinstance(leaf, Tensor) for leaf in leaves)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise StateError(
+            f"{what} of structure {pytree.tree_structure(tree)} at step {t}, and at first one of "
+            f"{spec} with tensors for leaves; it must be the same at every step"
+        )
+    return leaves

@@ -1,0 +1,478 @@
+"""The plan of a sequence: the fastest of all planners and ways to cut the steps that fit.
+
+Equal steps are cut into chunks of one size, planned in closed forms for any number of them;
+steps that differ into chunks that are planned as a chain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ...actions import Evict, Put, Reverse, Tape
+from ...backends.base import Store
+from ...errors import ArgumentError, BudgetError, StoreError
+from ...measurement.driver import action_seconds
+from ...model.budget import Budget
+from ...model.costs import Costs
+from ...model.stages import StageCosts
+from ...model.tier import Tier
+from ...planners import UniformPlan, plan
+from ...planners.chain.heterogeneous import plan_chain
+from ...planners.chain.joint_core import require_core
+from ...planners.chain.pieces import MOST_AT_ONCE, plan_within
+from ...planners.chain.plan import ChainPlan
+from ...planners.streaming.interval import shortest_interval
+from ...reversing.described import described
+from ...reversing.streamed import (
+    MOST_STREAMED,
+    bounded,
+    largest_of,
+    measured_rates,
+    probe_bytes,
+    require_room,
+)
+from ...support.units import format_bytes
+from .arguments import Settings
+from .chunks import Steps
+from .costs import Sample, keep_bytes
+from .remembered import KNOWN
+from .unroll_plan import UnrollPlan
+
+_AS_GOOD = 1.02  # plans within this factor tie
+# How many chunks are tried; more only where these do not fit.
+_COUNTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192)
+_MORE_COUNTS = (400, 1000, 3000, 10_000, 100_000)
+_COARSE, _FINE = 100, 500  # slots of memory of the dynamic program
+_STREAMED = 96  # chunks at most that a tier is planned for, unless more are asked for
+# Parts of the limit at which a plan is sought that writes, where none of it pays.
+_LESS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan that fits: of plain autograd, or with a schedule of chunks."""
+
+    seconds: float
+    peak_bytes: int
+    planner: str
+    chunk: int = 1
+    plan: UniformPlan | None = None
+    cuts: tuple[int, ...] = ()
+    chain: ChainPlan | None = None
+
+
+def choose(
+    steps: Equal | Unequal, n_steps: int, memory: int, settings: Settings, *, has_tier: bool
+) -> UnrollPlan:
+    """Return the fastest plan that fits, of all planners and ways to cut the steps.
+
+    Raises
+    ------
+    ArgumentError
+        If the planner needs a tier, and there is none.
+    BudgetError
+        If none fits; the message names the smallest limit that works, as far as is known.
+    """
+    planner, keep, found = settings.planner, steps.keep_bytes, list[Found]()
+    if planner in ("auto", "keep") and (keep <= memory or planner == "keep"):
+        if keep > memory:
+            raise BudgetError(
+                f"plain autograd takes {keep} bytes ({format_bytes(keep)}) for {n_steps} steps, "
+                f"more than the limit of {memory}; use planner='auto'"
+            )
+        found.append(Found(steps.keep_s, keep, "keep"))
+    if planner == "stream" and not has_tier:
+        raise ArgumentError("planner 'stream' needs a tier, as in tiers=['file:///scratch']")
+    found += steps.found(memory, kept=bool(found))
+    if not found:
+        raise _nothing_fits(planner, n_steps, memory, steps.smallest())
+    found.sort(key=lambda entry: entry.seconds)
+    # Of those as good: plain autograd, else the one that takes the least memory.
+    as_good = [entry for entry in found if entry.seconds <= _AS_GOOD * found[0].seconds]
+    best = min(as_good, key=lambda entry: (entry.planner != "keep", entry.peak_bytes))
+    return UnrollPlan(
+        planner=best.planner,
+        n_steps=n_steps,
+        chunk=best.chunk,
+        memory_bytes=memory,
+        peak_bytes=best.peak_bytes,
+        makespan_s=best.seconds,
+        keep_bytes=keep,
+        plan=best.plan if best.chain is None else described(best.chain),
+        alternatives=tuple((e.planner, e.chunk, e.seconds, e.peak_bytes) for e in found),
+        chain=best.chain,
+        cuts=best.cuts,
+    )
+
+
+def _nothing_fits(planner: str, n_steps: int, memory: int, least: int | None) -> BudgetError:
+    """Return the error that says why there is no plan."""
+    if least is None or memory >= least:
+        return BudgetError(
+            f"planner {planner!r} has no state to write: n_steps={n_steps} is one chunk, or the "
+            "tier holds no state; give a smaller chunk or a larger tier, or use 'auto'"
+        )
+    return BudgetError.below(
+        f"memory={memory} bytes < {least} bytes ({format_bytes(least)}), the smallest "
+        "limit that works here; raise the limit, or give a smaller chunk",
+        least,
+    )
+
+
+class Equal:
+    """Plans of equal steps: for each size of chunk one by closed forms.
+
+    Parameters
+    ----------
+    samples : sequence of Sample
+        What chunks cost.
+    n_steps, state_bytes : int
+    settings : Settings
+    tier : Tier or None
+        As states see it.
+    buffer_bytes : int
+        Of the tier.
+    offload : (float, int), optional
+        Seconds and peak bytes where tapes travel.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        n_steps: int,
+        state_bytes: int,
+        settings: Settings,
+        tier: Tier | None = None,
+        buffer_bytes: int = 0,
+        offload: tuple[float, int] | None = None,
+    ) -> None:
+        self._samples, self._n, self._state_bytes = samples, n_steps, state_bytes
+        self._settings, self._tier, self._offload = settings, tier, offload
+        self._buffer_bytes = buffer_bytes
+        self._least: list[int] = []
+        self.keep_bytes = keep_bytes(samples, n_steps)
+        # By the fastest: no schedule of the same turns is faster, whatever the clock's noise.
+        self.keep_s = min(sample.turn_s / sample.chunk for sample in samples) * n_steps
+
+    def found(self, memory: int, *, kept: bool) -> list[Found]:
+        """Return the plans that fit, but for that of plain autograd.
+
+        Raises
+        ------
+        ArgumentError
+            For planner "offload" without a tier that tapes may travel to.
+        """
+        planner, chunk, found = self._settings.planner, self._settings.chunk, list[Found]()
+        if planner == "offload" and self._offload is None:
+            raise ArgumentError(
+                "planner 'offload' needs a tier, as in tiers=['file:///scratch'], and a cell that "
+                "allows hooks on saved tensors (torch.func does not)"
+            )
+        if self._offload is not None and self._settings.offloads:
+            self._least.append(self._offload[1])
+            if self._offload[1] <= memory:
+                found.append(Found(*self._offload, "offload"))
+        for sample in self._samples:
+            if chunk is not None and sample.chunk != min(chunk, self._n):
+                continue
+            if planner in ("auto", "recompute"):
+                found += self._scheduled(sample, memory, "recompute", ())
+            tier = self._tier  # one chunk leaves no state to write to it
+            if planner in ("auto", "stream") and tier is not None and sample.chunk < self._n:
+                found += self._scheduled(sample, memory, "stream", (tier,))
+        return found
+
+    def _scheduled(
+        self, sample: Sample, memory: int, name: str, tiers: tuple[Tier, ...]
+    ) -> list[Found]:
+        """Return the plan for chunks of one size, if it fits, and writes with a tier."""
+        size = self._state_bytes
+        # The live state and its adjoint, beside one chunk's graph.
+        fixed = sample.held_bytes + 2 * size + (self._buffer_bytes if tiers else 0)
+        self._least.append(fixed + size)
+        slots = (memory - fixed) // size
+        if slots < 1:
+            return []
+        costs = Costs(
+            forward_step_s=sample.forward_s,
+            reverse_step_s=sample.turn_s,
+            state_bytes=size,
+            tiers=tiers,
+            action_s=action_seconds(),
+        )
+        count, planner = -(-self._n // sample.chunk), self._settings.planner
+        chosen = _scheduled(costs, slots, count, planner)
+        if tiers and not chosen.writes:
+            return []
+        peak = fixed + int(chosen.peak_slots * size)
+        return [Found(chosen.makespan_s, peak, name, sample.chunk, chosen)]
+
+    def smallest(self) -> int | None:
+        """Return the smallest limit that works, None if none is known."""
+        return min(self._least, default=None)
+
+
+def _scheduled(costs: Costs, slots: int, n: int, planner: str) -> UniformPlan:
+    """Return the best schedule; with planner "stream" one that writes, if any can."""
+    best = plan(costs, Budget(slots=slots), n)
+    if planner != "stream" or best.writes:
+        return best
+    # Where nothing pays, ranked planners fall back to running again: asked for by name, the
+    # tier is used all the same.
+    writing = [candidate for candidate in best.candidates if candidate.writes]
+    if not writing:
+        forced = shortest_interval(costs, slots, n)
+        writing = [best if forced is None else forced]
+    return min(writing, key=lambda candidate: candidate.makespan_s)
+
+
+class Unequal:
+    """Plans of steps that differ: the best cuts, and a plan of the chunks as a chain.
+
+    Parameters
+    ----------
+    steps : Steps
+    settings : Settings
+    store : Store or None
+    """
+
+    def __init__(self, steps: Steps, settings: Settings, store: Store | None) -> None:
+        self._steps, self._settings, self._store = steps, settings, store
+        self._chunk, self._memory = settings.chunk, 0
+        self.keep_bytes = plan_chain(steps.plain(), None, "store-all").peak_bytes
+        self.keep_s = sum(stage.forward_s + stage.backward_s for stage in steps.stages)
+        # The caller holds the last state from the end of the forward sweep on.
+        self._held = steps.stages[-1].output_bytes
+        # Limits that plans would need, and the cuts of those with a tier.
+        self._least: list[tuple[int, tuple[int, ...]]] = []
+
+    def _cuts(self, counts: Iterable[int]) -> Iterator[tuple[int, ...]]:
+        """Yield ways to cut the steps, each once."""
+        if self._chunk is not None:
+            n = len(self._steps)
+            yield (*range(0, n, self._chunk), n)
+            return
+        seen = set()
+        for count in counts:
+            cuts = tuple(self._steps.cuts(min(count, len(self._steps))))
+            if cuts not in seen:
+                seen.add(cuts)
+                yield cuts
+
+    def found(self, memory: int, *, kept: bool) -> list[Found]:
+        """Return the plans that fit, but for that of plain autograd, which is `kept` or not.
+
+        Raises
+        ------
+        ArgumentError
+            For planner "offload".
+        """
+        planner, self._memory = self._settings.planner, memory
+        if planner == "offload":
+            raise ArgumentError(
+                "planner 'offload' takes steps that are alike; where they differ states travel, by "
+                "'stream'"
+            )
+        recomputed = self._recomputed() if planner in ("auto", "recompute", "stream") else []
+        if planner not in ("auto", "stream") or self._store is None:
+            return recomputed
+        found = [] if planner == "stream" else recomputed
+        if not kept:
+            require_core()
+            found = found + self._streamed_by(recomputed)
+        return found
+
+    def _recomputed(self) -> list[Found]:
+        """Return plans without a tier, the best way to cut first."""
+        found = self._tried(_COUNTS, _COARSE)
+        if not found and self._chunk is None:
+            for count in _MORE_COUNTS:
+                found = self._tried((count,), _COARSE)
+                if found or count >= len(self._steps):
+                    break
+            return found
+        if not found or self._chunk is not None:
+            return self._tried(_COUNTS, _FINE) or found
+        # Once more with finer memory, near the best.
+        best = min(found, key=lambda entry: entry.seconds)
+        count = len(best.cuts) - 1
+        near = {count, max(1, count * 3 // 4), count * 4 // 3}
+        finer = self._tried(sorted(c for c in near if c <= MOST_AT_ONCE), _FINE)
+        known = {entry.cuts for entry in finer}
+        found = finer + [entry for entry in found if entry.cuts not in known]
+        return sorted(found, key=lambda entry: entry.seconds)
+
+    def _tried(self, counts: Iterable[int], slots: int) -> list[Found]:
+        found = []
+        for cuts in self._cuts(counts):
+            costs = self._steps.chained(cuts)
+            try:
+                with _beside(self._held):
+                    plan = plan_within(costs, max(1, self._memory - self._held), slots=slots)
+            except BudgetError as error:
+                self._fell_short(error)
+                continue
+            found.append(self._entry(plan, "recompute", cuts, 0))
+        return found
+
+    def _fell_short(self, error: BudgetError, cuts: tuple[int, ...] = ()) -> None:
+        if error.least_bytes is not None:
+            heapq.heappush(self._least, (error.least_bytes, cuts))
+
+    def _entry(self, plan: ChainPlan, planner: str, cuts: tuple[int, ...], buffers: int) -> Found:
+        peak = plan.peak_bytes + self._held + buffers
+        return Found(plan.makespan_s, peak, planner, longest(cuts), cuts=cuts, chain=plan)
+
+    def _streamed_by(self, recomputed: Sequence[Found]) -> list[Found]:
+        """Return plans that write states to a tier."""
+        by_name = self._settings.planner == "stream"
+        if by_name:
+            self._least.clear()  # the limits of plans without a tier, which are not asked for
+        found = []
+        for cuts in self._streamed_cuts(recomputed):
+            try:
+                if (entry := self._streamed(cuts, self._memory)) is not None:
+                    found.append(entry)
+            except BudgetError as error:
+                self._fell_short(error, cuts)
+            except StoreError:
+                if by_name:
+                    raise
+        if not found and by_name and recomputed:
+            return self._streamed_by(())
+        return found
+
+    def _streamed(self, cuts: tuple[int, ...], memory: int) -> Found | None:
+        """Return a plan by some cuts that writes to a tier, None if the best one does not.
+
+        Raises
+        ------
+        BudgetError, StoreError
+            If there is none within `memory`, or the tier lacks room.
+        """
+        assert self._store is not None
+        by_name, costs = self._settings.planner == "stream", self._steps.chained(cuts)
+        store, nbytes = self._store, probe_bytes(costs)
+        buffers = store.buffer_bytes(largest_of(costs))
+        room = memory - self._held - buffers
+        require_room(store, costs)
+        key = rates_key(self._settings, costs)
+        rates = KNOWN.tiers.got(key, lambda: measured_rates(store, nbytes))
+        rates = bounded(rates, store, costs)
+        with _beside(self._held + buffers):
+            plan = _streaming(costs, room, rates, by_name=by_name)
+            if _pins(plan):
+                plan = _streaming(_with_inputs(costs), room, rates, by_name=by_name)
+        return self._entry(plan, "stream", cuts, buffers) if _writes(plan) else None
+
+    def _streamed_cuts(self, recomputed: Sequence[Found]) -> Iterator[tuple[int, ...]]:
+        if self._chunk is not None or not recomputed:
+            counts: Iterable[int] = [c for c in _COUNTS if 1 < c <= _STREAMED]
+        else:
+            best = min(_STREAMED, len(recomputed[0].cuts) - 1)
+            counts = sorted({max(2, best // 2), max(2, best), min(_STREAMED, max(4, 2 * best))})
+        for cuts in self._cuts(counts):
+            if 2 < len(cuts) <= MOST_STREAMED + 1:
+                yield cuts
+
+    def smallest(self) -> int | None:
+        """Return the smallest limit that works, None if none is known.
+
+        With a tier a plan made at the limit that another one lacked may fail in its own way:
+        a state that leaves while a graph holds it counts twice, and there may be nothing to
+        write.  So it is made before the limit is named.
+        """
+        while self._least:
+            least, cuts = heapq.heappop(self._least)
+            if not cuts:
+                return least
+            try:
+                if self._streamed(cuts, least) is not None:
+                    return least
+            except BudgetError as error:
+                if error.least_bytes is not None and error.least_bytes > least:
+                    self._fell_short(error, cuts)
+            except StoreError:
+                pass
+        return None
+
+
+@contextlib.contextmanager
+def _beside(nbytes: int) -> Iterator[None]:
+    """Count bytes that are held beside a plan to the limit that its BudgetError names."""
+    try:
+        yield
+    except BudgetError as error:
+        if error.least_bytes is None:
+            raise
+        raise BudgetError.below(str(error), error.least_bytes + nbytes) from error
+
+
+def rates_key(settings: Settings, costs: StageCosts) -> object:
+    """Return what the rates of a tier are remembered by, for states of about a size."""
+    return settings.tiers, probe_bytes(costs)
+
+
+def longest(cuts: Sequence[int]) -> int:
+    """Return the steps of the longest chunk."""
+    return max((b - a for a, b in itertools.pairwise(cuts)), default=1)
+
+
+def _streaming(costs: StageCosts, room: int, rates: Tier, *, by_name: bool) -> ChainPlan:
+    """Return a plan with a tier; by name one that writes, if there is one.  Raises BudgetError."""
+    plan = plan_chain(costs, max(1, room), tiers=rates, progress=False)
+    if by_name and not _writes(plan):
+        plan = _made_to_write(plan, room, rates) or plan
+    return plan
+
+
+def _pins(plan: ChainPlan) -> bool:
+    """Whether a state leaves for the tier while the graph that starts from it is held.
+
+    The graph refers to its input, so that the state's memory would not be free.
+    """
+    held: set[int] = set()
+    for action in plan.actions:
+        match action:
+            case Tape(step):
+                held.add(step)
+            case Reverse(step):
+                held.discard(step)
+            case Evict(step, tape=False) if step in held:
+                return True
+    return False
+
+
+def _with_inputs(costs: StageCosts) -> StageCosts:
+    """Return costs where a graph holds its input too, which may count twice then."""
+    stages = costs.stages
+    found = [
+        replace(stage, tape_bytes=stage.tape_bytes + (stages[k - 1].output_bytes if k else 0))
+        for k, stage in enumerate(stages)
+    ]
+    return replace(costs, stages=tuple(found))
+
+
+def _writes(plan: ChainPlan) -> bool:
+    return any(isinstance(action, Put) for action in plan.actions)
+
+
+def _made_to_write(kept: ChainPlan, room: int, rates: Tier) -> ChainPlan | None:
+    """Return a plan that writes though it does not pay, None if there is none."""
+    free = replace(
+        rates, write_s=0.0, read_s=0.0, write_bytes_per_s=math.inf, read_bytes_per_s=math.inf
+    )
+    for part in _LESS:
+        limit = max(1, int(part * min(room, kept.peak_bytes)))
+        with contextlib.suppress(BudgetError):
+            plan = plan_chain(kept.costs, limit, tiers=free, progress=False)
+            if _writes(plan):
+                plan = replace(plan, tier=rates, memory_bytes=room)
+                use = plan.simulate()
+                return replace(plan, makespan_s=use.makespan_s, stall_s=use.stall_s)
+    return None
