@@ -31,9 +31,7 @@ from .base import BaseStore, StoreStats, TransferRecord
 from .carrier import Carrier, ThreadCarrier
 from .lifetimes import Hold
 from .medium import Medium
-from .space import Space
-from .staging import BUFFERS
-from .traffic import Traffic
+from .traffic import BUFFERS, Traffic
 
 _SMALL = 4  # states per extent from which on they are coalesced
 _EXTENT_BYTES = 2 << 20
@@ -208,7 +206,7 @@ class StreamedStore(BaseStore):
             carrier,
             layout,
             count,
-            Space(self.name, self.capacity_bytes, self.stats),
+            self.capacity_bytes,
             self.stats,
             self.transfers,
         )

@@ -10,6 +10,7 @@ import errno
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -18,12 +19,95 @@ from ..states.layout import ALIGN, Array, Layout
 from .arena import LandingPool, landing_pool, pages, round_up, whole_huge
 from .base import CheckpointLost, StoreStats, TransferRecord
 from .carrier import Carrier
-from .extents import Extent, Index, TransferState
-from .landings import Landings
+from .extents import Extent, Index, Room, TransferState
 from .lifetimes import weakly
-from .medium import is_full
-from .space import Space
-from .staging import BUFFERS, Staging
+from .medium import is_full, warn_full
+
+BUFFERS = 3  # small states are gathered in, each one extent; as many again are read into
+
+
+class Staging:
+    """The staging buffers of an open store; each holds one extent.
+
+    Parameters
+    ----------
+    layout : Layout
+    count : int
+        States of an extent.
+    extent_bytes : int
+
+    Notes
+    -----
+    An extent can be read from its buffer until that is reused.
+    """
+
+    def __init__(self, layout: Layout, count: int, extent_bytes: int) -> None:
+        arena = pages(whole_huge(BUFFERS * extent_bytes))
+        self._layout = layout
+        self.buffers = list(arena[: BUFFERS * extent_bytes].reshape(BUFFERS, extent_bytes))
+        self._lines = [_lines(layout, count, buffer) for buffer in self.buffers]
+        self._holders: list[Extent | None] = [None] * BUFFERS
+
+    def free(self) -> int | None:
+        """Return a buffer whose extent is written, the oldest first; None if there is none."""
+        best, age = None, -1
+        for number, holder in enumerate(self._holders):
+            if holder is None:
+                return number
+            if holder.state in (TransferState.DONE, TransferState.FAILED) and (
+                best is None or holder.serial < age
+            ):
+                best, age = number, holder.serial
+        return best
+
+    def hold(self, number: int, extent: Extent) -> None:
+        """Give a free buffer to an extent: the one before is read from the medium from now on."""
+        before = self._holders[number]
+        if before is not None:
+            before.buffer = None
+        extent.buffer = number
+        self._holders[number] = extent
+
+    def let_go(self, extent: Extent) -> None:
+        """Take the buffer of an extent back, if it has one."""
+        if extent.buffer is not None:
+            self._holders[extent.buffer] = None
+            extent.buffer = None
+
+    def fill(self, extent: Extent, arrays: Sequence[Array]) -> None:
+        """Copy a state into the next place of an extent."""
+        assert extent.buffer is not None
+        at = extent.filled
+        for line, array in zip(self._lines[extent.buffer], arrays, strict=True):
+            line[at] = array
+
+    def record(self, number: int, place: int) -> Array:
+        """Return a copy of one state: a buffer is reused without asking who looks at it."""
+        start = place * self._layout.nbytes
+        return self.buffers[number][start : start + self._layout.nbytes].copy()
+
+
+def _lines(layout: Layout, count: int, buffer: Array) -> list[Array]:
+    """Return for each leaf one array over its places in all records of a buffer.
+
+    A view for each place would take more memory than small states do.
+    """
+    lines = []
+    for leaf in layout.leaves:
+        strides, step = [], leaf.dtype.itemsize
+        for length in reversed(leaf.shape):
+            strides.append(step)
+            step *= length
+        lines.append(
+            np.ndarray(
+                (count, *leaf.shape),
+                leaf.dtype,
+                buffer=buffer.data,
+                offset=leaf.offset,
+                strides=(layout.nbytes, *reversed(strides)),
+            )
+        )
+    return lines
 
 
 class Traffic:
@@ -38,8 +122,8 @@ class Traffic:
     layout : Layout
     count : int
         States that share an extent; 1 for large ones.
-    space : Space
-        For its extents, in whole pages.
+    capacity_bytes : int or None
+        Most bytes of its extents, in whole pages.
     stats, transfers
         Of the store.
     """
@@ -50,7 +134,7 @@ class Traffic:
         carrier: Carrier,
         layout: Layout,
         count: int,
-        space: Space,
+        capacity_bytes: int | None,
         stats: StoreStats,
         transfers: deque[TransferRecord],
     ) -> None:
@@ -63,7 +147,8 @@ class Traffic:
         self._transfers = transfers
         self.index: Index[Extent] = Index(count)
         self._next_number = 0
-        self._space = space
+        self._capacity_bytes, self._room = capacity_bytes, Room(capacity_bytes)
+        self._warned = False  # that there is no more room
         self._serial = 0
         self._zombies: list[Extent] = []  # without live states, while a thread is at them
         self._filling: Extent | None = None
@@ -71,7 +156,8 @@ class Traffic:
         self._waiting: deque[Extent] = deque()  # large writes not known to be done
         self._staging: Staging | None = None
         pool = LandingPool(extent_bytes, BUFFERS) if count > 1 else landing_pool(extent_bytes)
-        self._landings = Landings(carrier, pool, stats, transfers)
+        self._landings = pool
+        self._last_read: Extent | None = None  # that a state was taken from
 
     def start(self, bounce_bytes: int) -> None:
         """Allocate buffers and start the threads; large states leave through `bounce_bytes`."""
@@ -80,7 +166,7 @@ class Traffic:
             self._staging = Staging(self._layout, self._count, self._extent_bytes)
         else:
             bounce = pages(whole_huge(bounce_bytes))[:bounce_bytes]
-        self._carrier.start(bounce, weakly(self._wrote), weakly(self._landings.landed))
+        self._carrier.start(bounce, weakly(self._wrote), weakly(self._landed))
 
     # ------------------------------------------------------------------ writes
 
@@ -132,7 +218,7 @@ class Traffic:
             if extent.state is TransferState.FILLING and extent is not self._filling:
                 extent.state = TransferState.QUEUED
             self._wrote(extent, now, now, interrupted)
-            self._landings.landed(extent, now, now, interrupted)
+            self._landed(extent, now, now, interrupted)
 
     def _new_small(self, staging: Staging, key: int, block: bool) -> Extent | None:
         """Return a fresh extent with a staging buffer, or None if there is no room."""
@@ -193,10 +279,20 @@ class Traffic:
         return extent
 
     def _take_slot(self, nbytes: int) -> int | None:
-        """Return a number for an extent of the medium; None if that is full."""
+        """Return a number for an extent of whole pages; None if the medium is full."""
         if self._zombies:
             self._bury()
-        return self._space.take(nbytes)
+        stats, room = self._stats, self._room
+        if room.fits(nbytes):
+            stats.stored_bytes += nbytes
+            stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
+            return room.take(nbytes)
+        stats.refused_full += 1
+        if not self._warned:
+            self._warned = True
+            used = f"its capacity of {self._capacity_bytes} bytes is used"
+            warn_full(f"tier {self._name!r}", "no space is left" if room.closed else used)
+        return None
 
     def wait_written(self, key: int) -> bool:
         """Block until the arrays of `key` are not read any more; False if they are lost."""
@@ -255,9 +351,41 @@ class Traffic:
         if entry is None:
             return
         extent = entry[0]
-        self._landings.queue(extent)
+        self._queue_read(extent)
         if self._count > 1 and extent.previous is not None:
-            self._landings.queue(extent.previous)
+            self._queue_read(extent.previous)
+
+    def _queue_read(self, extent: Extent) -> None:
+        """Queue a read of an extent, unless it is in memory, on its way, or of no use."""
+        if extent.buffer is not None or extent.read_state is not None or not extent.live:
+            return
+        if extent.state is TransferState.FAILED:  # as its error says
+            extent.read_state = TransferState.FAILED
+            return
+        extent.read_state = TransferState.QUEUED
+        try:
+            extent.landing = self._landings.take(extent.nbytes)
+        except (OSError, MemoryError) as error:
+            extent.read_state, extent.error = TransferState.FAILED, f"read failed: {error}"
+            return
+        self._carrier.queue_read(extent, extent.landing)
+
+    def _landed(self, extent: Extent, began: float, ended: float, error: Exception | None) -> None:
+        """Record the result of a read, which the carrier reports."""
+        if extent.read_state is not TransferState.QUEUED:  # see `_wrote`
+            return
+        if error is not None:
+            extent.error = f"read failed: {error}"
+        extent.read_state = TransferState.DONE if error is None else TransferState.FAILED
+        if error is None:
+            self._stats.bytes_read += extent.nbytes
+        if error is None or extent.live:  # not of one that was given up: it took no time
+            self._note("read", extent, began, ended)
+
+    def _note(
+        self, kind: Literal["write", "read"], extent: Extent, began: float, ended: float
+    ) -> None:
+        self._transfers.append(TransferRecord(kind, extent.first, began, ended, extent.nbytes))
 
     def get(self, key: int) -> list[Array]:
         """Block until the read of `key` is done; return its arrays.  Raises CheckpointLost."""
@@ -310,7 +438,16 @@ class Traffic:
             self._lose(key, extent)
             raise CheckpointLost(error)
         assert extent.landing is not None
-        self._landings.took(extent)
+        last, self._last_read = self._last_read, extent
+        if (
+            last is not None
+            and last is not extent
+            and last is not extent.previous  # whose states are needed next
+            and last.read_state is TransferState.DONE
+        ):
+            # Done with, though its keys may live on: else reading without
+            # dropping would bring the whole tier back into memory.
+            last.landing = last.read_state = None
         nbytes = extent.nbytes if self._count == 1 else self._layout.nbytes
         return extent.landing[place * nbytes : (place + 1) * nbytes]
 
@@ -331,7 +468,11 @@ class Traffic:
             extent.filled = 0  # every state in it is gone: fill it again
         else:
             if extent.read_state is TransferState.QUEUED:
-                self._landings.cancel(extent)
+                # What it lands in stays in use until it has failed, unless it has not begun:
+                # no other memory is kept idle beside it.
+                self._carrier.cancel_read(extent)
+                extent.landing = None  # the carrier's
+                self._landings.trim()
             self._zombies.append(extent)
             self._bury()
 
@@ -345,8 +486,10 @@ class Traffic:
                 at += 1
                 continue
             del zombies[at]  # first: Ctrl-C may cost a slot, but none is given back twice
-            self._space.give_back(extent)
-            if not extent.homeless:
+            if extent.homeless:
+                self._stats.stored_bytes -= round_up(extent.nbytes)
+            else:
+                self._stats.stored_bytes -= self._room.give(extent.slot)
                 self._carrier.free(extent)
             self.index.forget(extent)
             extent.landing = extent.previous = None
@@ -363,7 +506,8 @@ class Traffic:
             return
         if error is not None:
             if is_full(error):
-                self._space.refused(extent)
+                extent.homeless = True
+                self._room.close()  # what it holds now is its capacity
             extent.error = f"write failed: {error}"
         self._serial += 1
         extent.arrays = None
@@ -372,6 +516,4 @@ class Traffic:
         if error is None:
             self._stats.bytes_written += extent.nbytes
         if not (error is not None and extent.cancelled):  # it took no time
-            self._transfers.append(
-                TransferRecord("write", extent.first, began, ended, extent.nbytes)
-            )
+            self._note("write", extent, began, ended)

@@ -405,7 +405,7 @@ def test_a_folder_in_memory_gets_a_warning(
 
 def test_a_store_that_cannot_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
-    for name, value in (("native._CHUNK", 100), ("staging.pages", _no_memory)):
+    for name, value in (("native._CHUNK", 100), ("traffic.pages", _no_memory)):
         store = FileStore(tmp_path, "native")
         with monkeypatch.context() as patch:
             patch.setattr(f"multistage.backends.{name}", value)

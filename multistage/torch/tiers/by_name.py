@@ -10,8 +10,7 @@ from ...backends.base import Store
 from ...backends.cascade import CascadeStore
 from ...backends.memory import MemoryStore
 from ...backends.streamed import StreamedStore
-from ...backends.tier_url import told
-from ...backends.urls import TierName, open_store
+from ...backends.urls import TierName, open_store, told
 from ...errors import ArgumentError
 from ...support.units import parse_bytes
 from .pinned import PinnedStore
