@@ -212,7 +212,6 @@ def write(machine: Rules, action: Offer | Put, answer: Answer) -> None:
     machine.tier_peak[tier] = max(machine.tier_peak.get(tier, 0), in_tier + more)
     if staged:
         machine.take(1)
-        machine.staged += 1
     else:
         machine.pins[item] = machine.pins.get(item, 0) + 1
     machine.tokens[machine.next_token] = Transfer(item, tier, is_write=True, staged=staged)
@@ -253,7 +252,6 @@ def await_transfer(machine: Rules, action: Await, answer: Answer) -> None:
     if transfer.is_write:
         if transfer.staged:
             machine.used -= 1
-            machine.staged -= 1
         else:
             machine.unpin(item)
         if (item, tier) in machine.stored:
@@ -362,7 +360,6 @@ class Rules:
     unread: set[int] = field(default_factory=set)  # steps that a Get was to bring and did not
     unwritten: set[tuple[int, int]] = field(default_factory=set)  # copies that tiers have lost
     next_token: int = 0
-    staged: int = 0
     used: float = 0.0
     peak: float = 0.0
     tier_used: dict[int, float] = field(default_factory=dict)
@@ -553,7 +550,6 @@ class Rules:
             self.end_tape(~item)
         else:
             self.used -= 1
-            self.staged -= transfer.is_write
         if not transfer.is_write and item >= 0:
             del self.held[item]
         if memory is not None:

@@ -9,6 +9,7 @@ and so the gradient, do not change.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from ...actions import (
     waited,
 )
 from ...errors import ScheduleError
+from ...schedule.rules import Rules
 
 # How many actions ahead reads are looked for.
 _WINDOW = 64
@@ -126,45 +128,22 @@ def _entries(
     schedule: Schedule | Iterable[Action], tape_slots: float, state_is_tape: bool
 ) -> Iterator[_Entry]:
     """Yield the actions of a synchronous schedule and the slots it takes after each."""
-    held: set[int] = set()
-    tapes: set[int] = set()
-    transfers: dict[int, tuple[Key, bool, bool]] = {}  # token -> key, is a write, took a slot
-    used, count = 0.0, 0
+    rules = Rules(None, math.inf, tape_slots, state_is_tape=state_is_tape)
     for action, send in drive(schedule):
-        key, is_write, turn = None, False, 0.0
+        key, is_write = None, False
         match action:
-            case Save(step):
-                held.add(step)
-                used += 1
-            case Free(step):
-                held.discard(step)
-                used -= 1
             case Put(step, tier) | Get(step, tier):
                 key, is_write = (step, tier), type(action) is Put
-                staged = step not in held
-                transfers[count] = key, is_write, staged
-                used += staged
-                if not is_write:
-                    held.add(step)
-                send(count)
-                count += 1
-            case Await(token):
-                if token not in transfers:
-                    raise ScheduleError(f"{action} but no such transfer is in flight", None)
-                key, is_write, staged = transfers.pop(token)
-                used -= is_write and staged
-                send(True)
-            case Tape(step):
-                used += tape_slots if tapes else 0
-                tapes.add(step)
-            case Reverse(step) if step in tapes:
-                tapes.remove(step)
-                used -= tape_slots if tapes else 0
-            case Reverse() if tapes and not state_is_tape:
-                turn = tape_slots
+            case Await(token) if token in rules.tokens:
+                moved = rules.tokens[token]
+                key, is_write = (moved.item, moved.tier), moved.is_write
             case Offer():
                 raise ScheduleError(f"{action} in a schedule that must be static", None)
-        yield _Entry(action, used, used + turn, key, is_write)
+        answer = rules.usual_answer(action)
+        rules.peak = 0.0  # of this action alone
+        rules.apply(action, answer)
+        send(answer)
+        yield _Entry(action, rules.used, max(rules.used, rules.peak), key, is_write)
 
 
 class _Overlap:

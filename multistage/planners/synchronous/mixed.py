@@ -32,6 +32,7 @@ import numpy as np
 from ... import native
 from ...actions import Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
 from ...model.costs import Costs
+from ...schedule.rules import check
 from ...support.arrays import Reals
 from ..predict import Counts, counted_plan
 from ..single.binomial import nu
@@ -204,42 +205,16 @@ def mixed(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
         return plain_revolve("mixed", costs, slots, n, "A state is its own tape")
     table = solve_mixed(n, slots, _rounded_up(costs.tape_slots), most_s=PLANNING_S)
     make = partial(mixed_schedule, table, slots, n)
-    counts = _count(make(), costs.tape_slots)
-    kept = counts.taped_steps - 1
+    used = check(make(), n, tape_slots=costs.tape_slots)
+    taped = sum(isinstance(action, Tape) for action in make())
+    kept = taped - 1
     return counted_plan(
         "mixed",
         costs,
         slots,
         n,
         make,
-        counts,
+        Counts(used.forward_steps, taped, peak_slots=used.peak_slots),
         note=f"{kept} tapes are kept in slots for their adjoint steps, beside states.",
         parameters={"tapes kept": kept},
     )
-
-
-def _count(schedule: Schedule, tape_slots: float) -> Counts:
-    counts = Counts(forward_steps=0, taped_steps=0)
-    states, tapes = 0, set[int]()
-    for action in schedule:
-        kind = type(action)
-        if kind is Advance:
-            assert isinstance(action, Advance)
-            counts.forward_steps += action.stop - action.start
-        elif kind is Tape:
-            assert isinstance(action, Tape)
-            counts.taped_steps += 1
-            tapes.add(action.step)
-        elif kind is Save:
-            states += 1
-        elif kind is Free:
-            states -= 1
-        elif kind is Reverse:
-            assert isinstance(action, Reverse)
-            tapes.add(action.step)  # made now, if it was not kept
-        kept = max(0, len(tapes) - 1) * tape_slots
-        counts.peak_slots = max(counts.peak_slots, states + kept)
-        if isinstance(action, Reverse):
-            tapes.remove(action.step)
-    counts.forward_steps += counts.taped_steps
-    return counts
