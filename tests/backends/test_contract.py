@@ -56,7 +56,7 @@ STORES: dict[str, Callable[[Path], Store]] = {
         "native, small buffers",
         "direct",
         "aiofiles",
-        "cascade",
+        "cascade, bounded",
         "wrapped",
     )
 )

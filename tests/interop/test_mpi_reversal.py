@@ -50,6 +50,15 @@ def waves(comm: Comm, n: int | None = N, **options: Any) -> tuple[Wave, MPIRever
     return wave, MPIReversal(wave.step, wave.adjoint_step, n, comm=comm, **options)
 
 
+def gradient(run: MPIReversal[Any, Any], wave: Wave) -> Any:
+    run.forward(wave.start)
+    return run.reverse(wave.seed)
+
+
+def assert_exact(found: list[Any]) -> None:
+    assert whole(found).tobytes() == store_all(N).tobytes()
+
+
 def errors(size: int, work: Callable[[Comm], Any]) -> list[Any]:
     world = World(size)
     found = run_ranks(size, work, world)
@@ -65,10 +74,7 @@ def test_gradient_is_that_of_one_rank(size: int, tier: str | None, tmp_path: Pat
     def work(comm: Comm) -> Any:
         wave, reversal = waves(comm, tiers=tier, checked=True)
         with reversal as run:
-            found = []
-            for _ in range(2):
-                run.forward(wave.start)
-                found.append(run.reverse(wave.seed))
+            found = [gradient(run, wave) for _ in range(2)]
             assert run.plan is not None
             assert run.report().counts.writes == run.plan.writes
             assert (run.rank, run.size) == (comm.rank, size)
@@ -77,7 +83,7 @@ def test_gradient_is_that_of_one_rank(size: int, tier: str | None, tmp_path: Pat
     found = succeed(run_ranks(size, work))
     assert len({plan for _, plan in found}) == 1
     for sweep in range(2):
-        assert whole([one[sweep] for one, _ in found]).tobytes() == store_all(N).tobytes()
+        assert_exact([one[sweep] for one, _ in found])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -115,7 +121,7 @@ def test_ranks_time_the_same_steps_and_plan_alike(
     monkeypatch.setattr(first_sweep, "perf_counter", perf_counter)
     found = succeed(run_ranks(3, work))
     assert len({one[:2] for one in found}) == 1
-    assert whole([adjoint for *_, adjoint in found]).tobytes() == store_all(N).tobytes()
+    assert_exact([adjoint for *_, adjoint in found])
 
 
 def test_a_tier_that_fails_on_one_rank_while_it_is_measured(
@@ -130,8 +136,7 @@ def test_a_tier_that_fails_on_one_rank_while_it_is_measured(
         with reversal as run:
             with pytest.raises(StoreError, match="rank 1: no more room"):
                 run.forward(wave.start)
-            run.forward(wave.start)
-            return run.reverse(wave.seed)
+            return gradient(run, wave)
 
     failed = threading.Event()
 
@@ -143,7 +148,7 @@ def test_a_tier_that_fails_on_one_rank_while_it_is_measured(
 
     monkeypatch.setattr(uniform, "probe_store", probe)
     found = succeed(run_ranks(3, work))
-    assert whole(found).tobytes() == store_all(N).tobytes()
+    assert_exact(found)
 
 
 def test_tapes_are_weighed_in_step() -> None:
@@ -163,47 +168,32 @@ def test_tapes_are_weighed_in_step() -> None:
         return adjoint
 
     found = succeed(run_ranks(3, work))
-    assert whole(found).tobytes() == store_all(N).tobytes()
+    assert_exact(found)
 
 
-def test_costs_that_drifted_on_one_rank_are_learned_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("given", [None, Costs(3600.0, 7200.0)], ids=["drifted", "given"])
+def test_costs_are_corrected_alike_on_every_rank(
+    given: Costs | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def work(comm: Comm) -> Any:
-        wave, reversal = waves(comm, costs=None, memory="3 slots")
+        wave, reversal = waves(comm, costs=given, memory="3 slots")
         with reversal as run:
             found = []
             for _ in range(2):
-                run.forward(wave.start)
-                found.append(run.reverse(wave.seed))
+                found.append(gradient(run, wave))
                 assert run.plan is not None and run.costs is not None
                 found.append((run.plan.costs.forward_step_s, run.costs.forward_step_s))
         return found
 
-    monkeypatch.setattr(first_sweep, "_typical", lambda samples: 1e-9)
-    monkeypatch.setattr(agreement, "drifted", lambda old, new: old.forward_step_s == 1e-9)
+    if given is None:  # the first sweep's costs are no one's
+        monkeypatch.setattr(first_sweep, "_typical", lambda samples: 1e-9)
+        monkeypatch.setattr(agreement, "drifted", lambda old, new: old.forward_step_s == 1e-9)
     found = succeed(run_ranks(3, work))
     (first, learned), (second, _) = found[0][1], found[0][3]
-    assert first == 1e-9
-    assert second == learned > 1e-9
-    assert all(one[1] == found[0][1] and one[3][0] == second for one in found)
-    assert whole([one[2] for one in found]).tobytes() == store_all(N).tobytes()
-
-
-def test_given_costs_are_corrected_alike_on_every_rank() -> None:
-    def work(comm: Comm) -> Any:
-        wave, reversal = waves(comm, costs=Costs(3600.0, 7200.0), memory="3 slots")
-        with reversal as run:
-            found = []
-            for _ in range(2):
-                run.forward(wave.start)
-                found.append(run.reverse(wave.seed))
-                assert run.plan is not None
-                found.append(run.plan.costs.forward_step_s)
-        return found
-
-    found = succeed(run_ranks(3, work))
-    assert found[0][1] == 3600
-    assert all(one[3] == found[0][3] < 1 for one in found)
-    assert whole([one[2] for one in found]).tobytes() == store_all(N).tobytes()
+    assert first == (3600 if given else 1e-9)
+    assert second < 1 if given else second == learned > 1e-9
+    assert all(one[1][0] == first and one[3][0] == second for one in found)
+    assert_exact([one[2] for one in found])
 
 
 def test_online() -> None:
@@ -213,7 +203,7 @@ def test_online() -> None:
             run.forward(wave.start, until=lambda state, i: i == N)
             return run.reverse(wave.seed)
 
-    assert whole(succeed(run_ranks(3, work))).tobytes() == store_all(N).tobytes()
+    assert_exact(succeed(run_ranks(3, work)))
 
 
 def test_all_ranks_plan_again_if_states_change_on_one(
@@ -262,91 +252,76 @@ def test_memory_is_shared_by_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch
 # ----------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (lambda rank: {"n": 40 + rank}, "n_steps: 40 on rank 0, 41 on rank 1"),
-        (lambda rank: {"planner": "auto" if rank else "revolve"}, "planner: 'revolve' on rank 0"),
-        (lambda rank: {"tiers": "memory:" if rank else None}, "having a tier"),
-        (lambda rank: {"costs": COSTS if rank else None}, "having costs"),
-    ],
-)
-def test_ranks_that_disagree(options: Callable[[int], Any], said: str) -> None:
-    for error in errors(3, lambda comm: waves(comm, **options(comm.rank))):
-        assert type(error) is ArgumentError
-        assert said in str(error)
+class NoDisk(MemoryStore):
+    def open(self, layout: Any) -> None:
+        raise StoreError("no disk")
 
 
-def test_states_of_other_trees() -> None:
-    def work(comm: Comm) -> None:
-        wave, reversal = waves(comm)
-        with reversal as run:
-            run.forward(wave.start[comm.rank :])
-
-    for error in errors(2, work):
-        assert type(error) is ArgumentError
-        assert "the number of arrays in a state: 2 on rank 0, 1 on rank 1" in str(error)
+UNEQUAL = StageCosts(tuple(Stage(f"{i}", 1.0, 2.0, 80, 80) for i in range(N)), 80)
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [
+        (lambda rank: {"n": 40 + rank}, ArgumentError, "n_steps: 40 on rank 0, 41 on rank 1"),
+        (lambda k: {"planner": "auto" if k else "revolve"}, ArgumentError, "planner: 'revolve' on"),
+        (lambda rank: {"tiers": "memory:" if rank else None}, ArgumentError, "having a tier"),
+        (lambda rank: {"costs": COSTS if rank else None}, ArgumentError, "having costs"),
         ({"n": 0}, ArgumentError, "rank 1: n_steps=0"),
         ({"planner": "best"}, ArgumentError, "rank 1: planner 'best' is not known"),
         ({"memory": "0 slots"}, BudgetError, "rank 1: 0 slots"),
         ({"tiers": "file:/nowhere/at/all"}, StoreError, "rank 1: folder '/nowhere/at/all'"),
         ({"on_error": "ignore"}, ArgumentError, "rank 1: on_error='ignore'"),
+        (lambda rank: {"costs": UNEQUAL}, ArgumentError, "MPIReversal plans uniform ones"),
     ],
 )
-def test_bad_arguments_of_one_rank(options: Any, kind: type[Exception], said: str) -> None:
-    def work(comm: Comm) -> None:
-        waves(comm, **(options if comm.rank == 1 else {"tiers": "memory:"}))
+def test_arguments_refused_on_all_ranks(options: Any, kind: type[Exception], said: str) -> None:
+    def of(rank: int) -> dict[str, Any]:
+        if callable(options):
+            return options(rank)
+        return options if rank == 1 else {"tiers": "memory:"}  # type: ignore[no-any-return]
 
-    for error in errors(3, work):
+    for error in errors(3, lambda comm: waves(comm, **of(comm.rank))):
         assert type(error) is kind
-        assert str(error).startswith(said)
+        assert said in str(error)
+        assert callable(options) or str(error).startswith(said)
 
 
-def test_costs_of_unequal_steps_are_refused_on_all_ranks() -> None:
-    costs = StageCosts(tuple(Stage(f"{i}", 1.0, 2.0, 80, 80) for i in range(N)), 80)
-    for error in errors(2, lambda comm: waves(comm, costs=costs)):
-        assert type(error) is ArgumentError
-        assert "MPIReversal plans uniform ones" in str(error)
-
-
-def test_a_tier_that_fails_to_open_on_one_rank() -> None:
-    class NoDisk(MemoryStore):
-        def open(self, layout: Any) -> None:
-            raise StoreError("no disk")
-
+@pytest.mark.parametrize(
+    ("options", "state", "kind", "said"),
+    [
+        (
+            lambda rank: {},
+            lambda rank, start: start[rank:],
+            ArgumentError,
+            "the number of arrays in a state: 2 on rank 0, 1 on rank 1",
+        ),
+        (
+            lambda rank: {"tiers": NoDisk() if rank else MemoryStore()},
+            lambda rank, start: start,
+            StoreError,
+            "rank 1: no disk",
+        ),
+        (
+            lambda rank: {"memory": 1000 if rank else 10},
+            lambda rank, start: start,
+            BudgetError,
+            "rank 0: budget of 10 bytes",
+        ),
+        (lambda rank: {}, lambda rank, start: start if rank else "text", StateError, "rank 0: "),
+    ],
+)
+def test_states_refused_on_all_ranks(
+    options: Any, state: Any, kind: type[Exception], said: str
+) -> None:
     def work(comm: Comm) -> None:
-        wave, reversal = waves(comm, tiers=NoDisk() if comm.rank == 1 else MemoryStore())
+        wave, reversal = waves(comm, **options(comm.rank))
         with reversal as run:
-            run.forward(wave.start)
-
-    for error in errors(3, work):
-        assert type(error) is StoreError
-        assert str(error).endswith("rank 1: no disk")
-
-
-def test_a_budget_too_small_for_one_ranks_part() -> None:
-    def work(comm: Comm) -> None:
-        with waves(comm, memory=1000 if comm.rank else 10)[1] as run:
-            run.forward(Wave(comm).start)
-
-    for error in errors(3, work):
-        assert type(error) is BudgetError
-        assert str(error).startswith("rank 0: budget of 10 bytes")
-
-
-def test_a_state_that_is_not_an_array_is_refused() -> None:
-    def work(comm: Comm) -> None:
-        with waves(comm)[1] as run:
-            run.forward(Wave(comm).start if comm.rank else "text")
+            run.forward(state(comm.rank, wave.start))
 
     for error in errors(2, work):
-        assert type(error) is StateError
-        assert str(error).startswith("rank 0: ")
+        assert type(error) is kind
+        assert said in str(error)
 
 
 def test_reverse_needs_forward_and_serves_once() -> None:
@@ -379,7 +354,7 @@ def test_reverse_without_forward_on_one_rank_is_an_error_on_all(wrong: int) -> N
             run.forward(wave.start)  # and all are in step still
             return run.reverse(wave.seed)
 
-    assert whole(succeed(run_ranks(3, work))).tobytes() == store_all(N).tobytes()
+    assert_exact(succeed(run_ranks(3, work)))
 
 
 @pytest.mark.parametrize("first", ["forward", "reverse", "close", "prepare"])
@@ -446,10 +421,9 @@ def test_a_rank_that_left_by_an_exception_needs_another_reversal() -> None:
         run.close()
         _, another = waves(comm, tiers="memory:")
         with another:
-            another.forward(wave.start)
-            return another.reverse(wave.seed)
+            return gradient(another, wave)
 
-    assert whole(succeed(run_ranks(2, work))).tobytes() == store_all(N).tobytes()
+    assert_exact(succeed(run_ranks(2, work)))
 
 
 def test_plans_that_differ_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -621,6 +595,6 @@ def test_a_chain_object_and_faults_of_one_rank() -> None:
             return r.reverse(wave.seed), r.report().counts.recovered_steps, r.report().counts.lost
 
     found = succeed(run_ranks(3, work))
-    assert whole([one[0] for one in found]).tobytes() == store_all(N).tobytes()
+    assert_exact([one[0] for one in found])
     assert len({one[1:] for one in found}) == 1
     assert found[0][2] > 0
