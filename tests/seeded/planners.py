@@ -164,4 +164,12 @@ planners/test_golden.py planners/test_joint.py planners/test_joint_bound.py orac
 planners/test_golden.py planners/test_joint.py planners/test_joint_bound.py oracles/test_joint_exact.py
 - behind[m - state] + late;
 + behind[m - state];
+
+planners/test_joint_kernels.py
+- max64(lands, run + input(z, f, s) + queued)
++ lands
+
+planners/test_joint_kernels.py
+- if (!(found <= now || found - now < allowed * luck * luck))
++ if (!(found <= now))
 """)
