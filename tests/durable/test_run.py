@@ -181,49 +181,37 @@ def test_a_resumed_forward_sweep_continues_from_the_newest_state(tmp_path: Path)
     assert 20 <= chain.steps < 40  # 20 of the forward sweep, few of them again
 
 
-def test_a_resumed_reverse_sweep_runs_no_step_before_it(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    broken_off("nested", 60, folder, back=25)
+@pytest.mark.parametrize("how", ["as begun", "prepared", "measured"])
+def test_a_resumed_reverse_sweep_runs_no_step_before_it(how: str, tmp_path: Path) -> None:
+    """`prepare` neither begins a run nor ends one; costs are measured once."""
+    folder, costs = tmp_path / "run", None if how == "measured" else FAST
+    broken_off("nested", 60, folder, costs=costs, back=25)
     assert inspect(folder).adjoint_step is not None
-    chain = Breaking(CHAINS["nested"][0]())
+    chain, start = Breaking(CHAINS["nested"][0]()), CHAINS["nested"][1]()
     with Reversal(
-        chain, n_steps=60, memory="4 slots", durable=folder, durable_every_s=0, costs=FAST
+        chain, n_steps=60, memory="4 slots", durable=folder, durable_every_s=0, costs=costs
     ) as run:
-        last = run.forward(CHAINS["nested"][1]())
-        assert chain.steps == 0
-        assert raw(last) == store_all("nested", 60)[0]
-        run.reverse([np.array(1)])
-        assert chain.steps == 0  # every state is on the disk
-        assert chain.reversed < 60
-        assert run.report().n_steps == chain.reversed
-
-
-def test_without_costs_they_are_measured_once(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    broken_off("nested", 40, folder, costs=None, back=20)
-    chain = Breaking(CHAINS["nested"][0]())
-    with Reversal(chain, n_steps=40, memory="4 slots", durable=folder) as run:
-        run.forward(CHAINS["nested"][1]())
+        if how == "prepared":
+            run.prepare(start)
+        last = raw(run.forward(start))
         assert chain.steps == 0
         (adjoint,) = run.reverse([np.array(1)])
-    assert int(adjoint) == store_all("nested", 40)[1]
+        assert (last, int(adjoint)) == store_all("nested", 60)
+        assert chain.steps == 0 or how == "measured"  # every state is on the disk
+        assert run.report().n_steps == chain.reversed < 60
 
 
-@pytest.mark.parametrize("planner", ["store-all", "revolve", "interval", "online", "h-revolve"])
-def test_any_planner_can_be_resumed(planner: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("costs", [SLOW, Costs(1.0, 1.0)], ids=["slow", "no tier"])
+@pytest.mark.parametrize(
+    "planner", ["auto", "store-all", "revolve", "interval", "online", "h-revolve"]
+)
+def test_any_planner_can_be_resumed(planner: str, costs: Costs, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    options: dict[str, Any] = {"planner": planner, "costs": SLOW, "slots": 25, "checked": False}
+    options: dict[str, Any] = {"planner": planner, "costs": costs, "slots": 25, "checked": False}
     for broken in ({"forward": 15}, {"back": 18}, {"back": 3}):
         broken_off("nested", 23, folder, **options, **broken)
-    assert sweep("nested", 23, folder, **options)[:2] == store_all("nested", 23)
-
-
-def test_costs_without_a_tier_will_do(tmp_path: Path) -> None:
-    folder, costs = tmp_path / "run", Costs(1.0, 1.0)
-    for broken in ({"forward": 15}, {"back": 11}):
-        broken_off("nested", 23, folder, costs=costs, **broken)
     assert inspect(folder).states
-    assert sweep("nested", 23, folder, costs=costs)[:2] == store_all("nested", 23)
+    assert sweep("nested", 23, folder, **options)[:2] == store_all("nested", 23)
 
 
 def test_an_adjoint_harmed_after_forward_is_an_error_and_then_the_older_one(
@@ -239,20 +227,6 @@ def test_an_adjoint_harmed_after_forward_is_an_error_and_then_the_older_one(
             run.reverse(np.ones(3))
         run.forward(np.ones(3))
         assert np.array_equal(run.reverse(np.ones(3)), plain(20))
-
-
-def test_prepare_does_not_begin_a_run_nor_end_one(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    broken_off("nested", 30, folder, back=10)
-    chain = Breaking(CHAINS["nested"][0]())
-    with Reversal(
-        chain, n_steps=30, memory="4 slots", durable=folder, durable_every_s=0, costs=FAST
-    ) as run:
-        run.prepare(CHAINS["nested"][1]())
-        run.forward(CHAINS["nested"][1]())
-        assert chain.steps == 0
-        (adjoint,) = run.reverse([np.array(1)])
-    assert int(adjoint) == store_all("nested", 30)[1]
 
 
 # ------------------------------------------------------------ what is not resumed
