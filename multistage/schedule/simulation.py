@@ -163,11 +163,11 @@ def simulate(
         rules = _stage_rules(costs, n_steps, rates, memory_bytes)
         channels = [Channels(tier, factor, by_bytes=True) for tier in rates]
         driven = _stage_by_stage(driven, rules)
-        curves = _Curves(timeline, rules, 0, rates)
+        state_bytes = 0
     else:
         rules = _uniform_rules(costs, n_steps, slots, tiers, memory_bytes)
         channels = [Channels(tier, factor, costs.tape_slots) for tier in costs.tiers]
-        curves = _Curves(timeline, rules, costs.state_bytes, costs.tiers)
+        rates, state_bytes = costs.tiers, costs.state_bytes
     clock = VirtualTime(costs, rules, channels, timeline if checked else None)
     counts_bytes = rules.memory is not None
     judged = checked and not counts_bytes  # where bytes are counted, the clock judges
@@ -178,7 +178,7 @@ def simulate(
             _refuse(action, rules.index if checked or counts_bytes else None, error)
             raise
         if checked and (counts_bytes or type(action) in _MOVES_MEMORY):
-            curves.sample(clock.now)
+            _sample(timeline, rules, state_bytes, rates, clock.now)
         if trace is not None:
             trace(action)
         if timed is not None:
@@ -196,7 +196,7 @@ def simulate(
         clock.reads,
         rules.peak if rules.memory is None else 0.0,
         timeline,
-        curves.peak_bytes(),
+        round(rules.peak * state_bytes) if rules.memory is None else rules.memory.peak_bytes,
     )
 
 
@@ -220,45 +220,16 @@ def _judged(action: Action, rules: Rules, clock: VirtualTime) -> Answer:
     return clock.perform(action)
 
 
-class _Curves:
-    """What fast memory and each tier hold over time.
-
-    Parameters
-    ----------
-    timeline : Timeline
-    rules : Rules
-    state_bytes : int
-        Of every state, where they are alike and slots are counted.
-    tiers : sequence of Tier
-    """
-
-    __slots__ = ("_memory", "_rules", "_state_bytes", "_tiers", "_timeline")
-
-    def __init__(
-        self, timeline: Timeline, rules: Rules, state_bytes: int, tiers: Sequence[Tier]
-    ) -> None:
-        self._timeline, self._rules, self._state_bytes = timeline, rules, state_bytes
-        self._memory = rules.memory
-        unit = float(state_bytes) if rules.memory is None else 1.0
-        self._tiers = [(k, tier.name, unit) for k, tier in enumerate(tiers)]
-
-    def sample(self, now: float) -> None:
-        """Record what is held from now on."""
-        timeline, rules, memory = self._timeline, self._rules, self._memory
-        if memory is None:
-            timeline.sample("fast", now, rules.used * self._state_bytes)
-        else:
-            timeline.sample("fast", now, memory.resident_bytes)
-            for part, nbytes in memory.parts(rules).items():
-                timeline.sample(f"fast/{part}", now, nbytes)
-        for k, name, unit in self._tiers:
-            timeline.sample(name, now, rules.tier_used.get(k, 0) * unit)
-
-    def peak_bytes(self) -> int:
-        """Return the most bytes in fast memory."""
-        if self._memory is None:
-            return round(self._rules.peak * self._state_bytes)
-        return self._memory.peak_bytes
+def _sample(
+    timeline: Timeline, rules: Rules, state_bytes: int, tiers: Sequence[Tier], now: float
+) -> None:
+    """Record what fast memory and each tier hold from now on."""
+    memory, unit = rules.memory, state_bytes if rules.memory is None else 1
+    timeline.sample("fast", now, rules.used * unit if memory is None else memory.resident_bytes)
+    for part, nbytes in () if memory is None else memory.parts(rules).items():
+        timeline.sample(f"fast/{part}", now, nbytes)
+    for k, tier in enumerate(tiers):
+        timeline.sample(tier.name, now, rules.tier_used.get(k, 0) * unit)
 
 
 def _stage_by_stage(
