@@ -216,25 +216,24 @@ class Compiled(InFront):
             raise ArgumentError(_without_graph(name))
         return result
 
-    def _plan_(self) -> ChainPlan | None:
+    @YieldingProperty
+    def plan(self) -> ChainPlan | None:
         """Return the plan used last; None before the first."""
         chains = vars(self)["_multistage_used"].chains
         return chains[-1]._multistage.plan if chains else None
 
-    def _plans_(self) -> list[ChainPlan]:
+    @YieldingProperty
+    def plans(self) -> list[ChainPlan]:
         """Return the plans of all captured graphs, the latest last."""
         used: Used = vars(self)["_multistage_used"]
         found = [chain._multistage.plan for chain in used.chains]
         return [plan for plan in found if plan is not None]
 
-    def _checked_(self) -> Checked | None:
+    @YieldingProperty
+    def checked(self) -> Checked | None:
         """Return what the check for the plan used last found."""
         chains = vars(self)["_multistage_used"].chains
         return chains[-1]._multistage.checked if chains else None
-
-    plan = YieldingProperty(_plan_)
-    plans = YieldingProperty(_plans_)
-    checked = YieldingProperty(_checked_)
 
     @yielding
     def close(self) -> None:

@@ -206,36 +206,35 @@ class Sequential(LimitedModule, InFront):
 
     # ---------------------------------------------------------------- settings
 
-    def _plan_(self) -> ChainPlan | None:
+    @YieldingProperty
+    def plan(self) -> ChainPlan | None:
         """The plan used last; None before the first."""
         return self._multistage.plan
 
-    def _checked_(self) -> Checked | None:
+    @YieldingProperty
+    def checked(self) -> Checked | None:
         """What the check for the plan used last found."""
         return self._multistage.checked
 
-    def _memory_(self) -> int | str | float | None:
+    @YieldingProperty
+    def memory(self) -> int | str | float | None:
         """The limit that was given."""
         return self._multistage.memory
 
-    def _planner_(self) -> ChainPlanner:
+    @YieldingProperty
+    def planner(self) -> ChainPlanner:
         """The planner that was given."""
         return self._multistage.planner
 
-    def _segments_(self) -> int | None:
+    @YieldingProperty
+    def segments(self) -> int | None:
         """The number of segments that was given."""
         return self._multistage.segments
 
-    def _replan_(self) -> bool:
+    @YieldingProperty
+    def replan(self) -> bool:
         """Whether inputs of another kind are profiled when they come."""
         return self._multistage.replan
-
-    plan = YieldingProperty(_plan_)
-    checked = YieldingProperty(_checked_)
-    memory = YieldingProperty(_memory_)
-    planner = YieldingProperty(_planner_)
-    segments = YieldingProperty(_segments_)
-    replan = YieldingProperty(_replan_)
 
     # --------------------------------------------------------------- planning
 

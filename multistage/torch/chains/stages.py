@@ -24,7 +24,7 @@ from ..environment.states import KeptState, leaves_of, tensors_in, wants_of
 from ..environment.turns import TURN
 from ..measurement.checking import Check, complain
 from ..measurement.joining import Calls, Joined
-from ..measurement.saved import Caught, Complete, Kind, Saved, difference, nodes_made
+from ..measurement.saved import Caught, Complete, Kind, Saved, difference, never, nodes_made
 from ..measurement.traits import Count, OnceMore, Traits, UnforeseenError
 from ..tensors.checksums import Digests
 from ..tensors.streams import Home
@@ -330,7 +330,7 @@ class StageRunner:
             contextlib.suppress(Complete),
             torch.enable_grad(),
             around.again(),
-            Saved(caught.see, _never, self._refusing(i), stage=name),
+            Saved(caught.see, never, self._refusing(i), stage=name),
         ):
             given = [state.fresh(self._wants[i], self.traits[i].changes_input)]
             caught.begun = nodes_made()
@@ -340,10 +340,6 @@ class StageRunner:
     def storages(self, i: int) -> set[int]:
         """Return the addresses of storages of the environment of stage i."""
         return storages_of_all(self._around[i].tensors)
-
-
-def _never(number: int) -> Tensor:
-    raise AssertionError("the graph of a run again is not differentiated")
 
 
 def storages_of_all(tensors: Iterable[Tensor]) -> set[int]:

@@ -39,7 +39,7 @@ from ..tensors.meter import Meter, OperationsMeter, storages_of
 from .clocks import Moment, moment, seconds_between, seconds_of
 from .exploring import Call, explore, fresh_copy, has_node, untouched
 from .joining import grouped
-from .saved import Caught, Saved
+from .saved import Caught, Saved, never
 from .stand_ins import hooks_silent, standing_in
 from .traits import Count, Sizes, Traits, bytes_of
 
@@ -202,7 +202,7 @@ class StageRun:
         Such as tensors that an autograd Function keeps as attributes, or the stage does.
         """
         inputs = self._fresh()
-        saved = Saved(None, _never, None if self._trait.differentiates else _never)
+        saved = Saved(None, never, None if self._trait.differentiates else never)
         with torch.enable_grad(), self._meter(Meter, inputs) as meter, saved:
             output = self._call(inputs)
         nodes = [t.grad_fn for t in tensors_in(output)]
@@ -356,10 +356,6 @@ def _hook_s() -> float:
     cpu = torch.device("cpu")
     plain_s, hooked_s = (min(seconds_of(f, cpu) for _ in range(5)) for f in (run, hooked))
     return max(0.0, hooked_s - plain_s) / count
-
-
-def _never(number: int) -> Tensor:
-    raise AssertionError("nothing differentiates this run")
 
 
 def bytes_held(tensors: Iterable[Tensor]) -> int:

@@ -130,6 +130,11 @@ class _Box:
         self.number, self.held, self.version = number, held, version
 
 
+def never(number: int) -> Tensor:
+    """Return nothing: the graph of such a run is not differentiated."""
+    raise AssertionError(f"tensor {number} was asked for of a run that nothing differentiates")
+
+
 def itself(tensor: Tensor) -> Tensor:
     """Return a saved tensor for a graph's hooks to hold.
 

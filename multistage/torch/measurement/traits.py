@@ -100,18 +100,6 @@ class Sizes:
             self.varies or other.varies,
         )
 
-    def no_more_than(self, other: Sizes) -> bool:
-        """Whether neither of the bytes is more than another's."""
-        return (self.output_bytes or 0) <= (other.output_bytes or 0) and (
-            self.saved_bytes or 0
-        ) <= (other.saved_bytes or 0)
-
-    def more_by(self, saved: int, returned: int) -> Sizes:
-        """Return more bytes, which vary from run to run."""
-        return Sizes(
-            (self.output_bytes or 0) + returned, (self.saved_bytes or 0) + saved, varies=True
-        )
-
     @staticmethod
     def way(leaves: Sequence[object], environment: int) -> object:
         """Return what decides sizes in a run, beside shapes: None if it cannot be remembered.

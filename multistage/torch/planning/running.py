@@ -157,17 +157,21 @@ def _at_least(now: Profile, before: Profile, larger: LargerError) -> Profile:
     for i, (a, b) in enumerate(zip(stages, before.costs.stages, strict=True)):
         stages[i] = replace(a, **{n: max(getattr(a, n), getattr(b, n)) for n in _BYTES})
         sizes[i] = sizes[i].at_least(before.traits[i].sizes or Sizes())
-    at = larger.stage
-    if sizes[at].no_more_than(before.traits[at].sizes or Sizes()):
+    at, returns = larger.stage, larger.does == "returns"
+    known = (sizes[at].output_bytes if returns else sizes[at].saved_bytes) or 0
+    if known < larger.seen:
         # By chance it was small when it was measured: its largest size is not known.
         more = max(larger.seen - larger.planned, larger.planned // 4)
-        returned = more if larger.does == "returns" else 0
+        returned = more if returns else 0
         stages[at] = replace(
             stages[at],
             output_bytes=stages[at].output_bytes + returned,
             tape_bytes=stages[at].tape_bytes + more,
         )
-        sizes[at] = sizes[at].more_by(more - returned, returned)
+        grown, most = replace(sizes[at], varies=True), known + more
+        sizes[at] = (
+            replace(grown, output_bytes=most) if returns else replace(grown, saved_bytes=most)
+        )
     costs = replace(
         now.costs,
         stages=tuple(stages),

@@ -33,12 +33,7 @@ def shapes_of(value: object) -> list[tuple[int, ...]]:
     return [tuple(t.shape) for t in tensors_in(value)]
 
 
-def drop(_tensor: Tensor) -> None:
-    """Keep nothing of a tensor that autograd saves."""
-    return
-
-
-def never(_packed: object) -> Tensor:
+def never(number: int) -> Tensor:
     """Raise: what is saved may not be asked for."""
     raise RuntimeError("it differentiates what it computes")
 

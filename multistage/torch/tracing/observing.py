@@ -19,6 +19,7 @@ from ...errors import ArgumentError
 from ..environment.captured import undo_of
 from ..environment.copies import cloned
 from ..environment.scope import Scope
+from ..measurement.saved import Saved
 from ..tensors.meter import storages_of
 from .recorded import Observed, Value
 from .storages import storage_of
@@ -85,16 +86,12 @@ def _taken_out(graph: fx.GraphModule, same: Mapping[fx.Node, int]) -> dict[int, 
 
 
 def _observed(graph: fx.GraphModule, arguments: Sequence[object], own: Sequence[bool]) -> _Observer:
-    def forget(tensor: Tensor) -> None:
-        return None
-
-    def missing(kept: None) -> Tensor:
+    def missing(number: int) -> Tensor:
         raise _MissingError
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(forget, missing)
     observer = _Observer(graph)
     try:
-        with hooks, torch.enable_grad():
+        with Saved(None, missing, missing), torch.enable_grad():
             observer.observe(arguments, own)
     except _MissingError:
         pass

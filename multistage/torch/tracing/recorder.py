@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from ..environment.scope import Scope
 from ..measurement.exploring import untouched
-from .called import apply_function, drop, never
+from ..measurement.saved import Saved
+from .called import apply_function, never
 from .calling import Given, Structure
 from .frames import Frames
 from .nodes import Nodes
@@ -117,7 +118,7 @@ class Recorder(TorchFunctionMode):
         with (
             torch.enable_grad(),
             untouched(Scope.of(self._model), leaves),
-            torch.autograd.graph.saved_tensors_hooks(drop, never),
+            Saved(None, never, never),
         ):
             copies = copies_of(leaves)
             for number, leaf in enumerate(copies):
