@@ -255,9 +255,9 @@ class Script:
 
     def reverses_next(self, i: int) -> bool:
         """Whether nothing runs before the adjoint of stage i: its output is not wanted."""
-        for action in self.actions[self.next :]:
-            if not isinstance(action, Get | Await | Free | Drop):
-                return action == Reverse(i)
+        for at in range(self.next, len(self.actions)):
+            if not isinstance(self.actions[at], Get | Await | Free | Drop):
+                return self.actions[at] == Reverse(i)
         return False
 
 
