@@ -27,6 +27,7 @@ reading it to move it fails   the checkpoints in that extent are lost
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from ..errors import ArgumentError, StoreError
 from ..states.layout import Layout
@@ -35,6 +36,11 @@ from .base import Store, require_distinct
 from .levels import Levels
 from .medium import Medium
 from .streamed import StreamedStore
+
+
+def is_level(store: object) -> TypeGuard[StreamedStore]:
+    """Whether a store can be a level of a cascade: one of memory, files or objects."""
+    return isinstance(store, StreamedStore)
 
 
 class CascadeStore(StreamedStore):
@@ -73,7 +79,7 @@ class CascadeStore(StreamedStore):
 
     def __init__(self, upper: StreamedStore, lower: StreamedStore) -> None:
         for what, level in (("upper", upper), ("lower", lower)):
-            if not isinstance(level, StreamedStore):
+            if not is_level(level):
                 raise ArgumentError(
                     f"the {what} level of a cascade is a {type(level).__name__}; it must be a "
                     "store of memory, files or objects"

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ...backends.base import Store
-from ...backends.cascade import CascadeStore
+from ...backends.cascade import CascadeStore, is_level
 from ...backends.memory import MemoryStore
-from ...backends.streamed import StreamedStore
 from ...backends.urls import TierName, open_store, told
 from ...errors import ArgumentError
 from ...support.units import parse_bytes
@@ -65,7 +64,7 @@ def open_tiers(
     below = open_store(found[0]) if found else None
     if pinned and varied and below is None:
         return MemoryStore(capacity)
-    if pinned and varied and capacity is not None and isinstance(below, StreamedStore):
+    if pinned and varied and capacity is not None and is_level(below):
         return CascadeStore(MemoryStore(capacity), below)
     if pinned:
         return PinnedStore(capacity, device, below).as_store()
