@@ -22,7 +22,7 @@ from multistage.states.layout import Array
 def tier_for(case: Case, rho: float) -> Callable[[object], Tier]:
     """Return what measures a tier: all states take `rho` times as long as plain training."""
     rate = sum(case.sizes) / (rho * 3 * sum(case.seconds))
-    return lambda _: Tier.of_rates(rate, rate, tapes=False)
+    return lambda *_: Tier.of_rates(rate, rate, tapes=False)
 
 
 def by_chance(rng: random.Random, odds: float) -> Callable[[object], bool]:

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ..actions import Action, Schedule
+from ..actions import Action, Offer, Schedule
 from ..backends.base import Store, require_distinct
 from ..backends.lifetimes import Birth
 from ..errors import MultistageError, ScheduleError, StateError, StoreError
@@ -529,7 +529,7 @@ def _first_to_differ(
 
 
 def _asked(
-    late: Late, rules: Rules | None, transfers: Transfers, sweep: Sweep, action: Wait
+    late: Late, rules: Rules | None, transfers: Transfers, sweep: Sweep, action: Wait | Offer
 ) -> Schedule | None:
     """Return the schedule to follow from here on, judged as the one before; None to stay."""
     actions = late(sweep, action)

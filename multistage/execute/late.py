@@ -8,8 +8,12 @@ transfers are cancelled, all that is in the tiers is given up, and the rest of t
 a schedule of fast memory alone, from what is held there: see `planners.single.rest` and
 `planners.chain.rest`.
 
-So a tier costs at most that share, and what was computed for it in vain.  A store that
-cannot tell whether a transfer has ended, as one on which ranks agree, is waited for.
+A sweep whose offers are refused does not wait, and would keep nothing of what it passes: it
+goes on without the tiers as well once a write has been in flight for that share.
+
+So a tier costs at most that share, and what was computed for it in vain.  A write that does
+not stop when it is cancelled takes its room to the end.  A store that cannot tell whether a
+transfer has ended, as one on which ranks agree, is waited for.
 """
 
 from __future__ import annotations
@@ -18,9 +22,11 @@ import math
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
-from ..actions import Action, Advance, EndForward, Put, Tape
-from ..errors import ScheduleError
+from ..actions import Action, Advance, EndForward, Offer, Put, Tape
+from ..errors import ScheduleError, StoreError
 from ..model.tier import Tier
 from ..planners.chain.plan import ChainPlan
 from ..planners.chain.rest import Rest as ChainRest
@@ -31,11 +37,14 @@ from ..schedule.simulation import simulate
 from .sweep import Elsewhere, Moved, Sweep, Wait
 from .transfers import Transfers
 
+RestT = TypeVar("RestT")
+
 # Of what going on without the tiers takes: a wait that is worth a question, the longest for
 # one transfer whose end is not in sight, and all that the forward sweep waits.
 _WORTH, _LONGEST, _FORWARD = 0.01, 0.07, 0.15
 _PATIENCE = 0.02  # the longest that writes may take to stop, if the rest has room beside them
 _LEAST_S = 1e-3  # of one wait between two questions
+_STUCK_S = 120.0  # the longest that writes may take to stop, if there is no room beside them
 # Of the time with waiting, the most that going on without the tiers may take; and that leaving
 # a plan before it waits may take.
 _GAIN, _EARLY_GAIN = 0.97, 0.95
@@ -64,17 +73,21 @@ class Late:
 
     def begin(self, elsewhere: Elsewhere) -> None:
         """Prepare for a sweep."""
-        self.why, self._elsewhere, self._waited_s = "", elsewhere, 0.0
+        self.why, self._elsewhere = "", elsewhere
+        self._waited_s = self._asked_s = 0.0  # in all, and until the last question
+        self._without_s = 0.0  # when an offer was refused last
         self.course.begin(elsewhere)
 
-    def __call__(self, sweep: Sweep, action: Wait) -> Iterable[Action] | None:
-        """Wait for what an action waits for.
+    def __call__(self, sweep: Sweep, action: Wait | Offer) -> Iterable[Action] | None:
+        """Wait for what an action waits for; an `Offer`, which was refused, does not wait.
 
         Returns
         -------
         iterable of actions or None
-            What to do in place of the action and all after it; None to perform it.
+            What to do in place of the action and all after it; None to go on.
         """
+        if isinstance(action, Offer):
+            return self._refused(sweep, action)
         done, course = self._elsewhere.awaited(sweep, action), self.course
         if done is None or done(0.0):
             if isinstance(action, Put) and course.is_early(action, sweep):
@@ -85,20 +98,40 @@ class Late:
         planned_s, without_s = course.planned_s(self._elsewhere.moved(action)), -1.0
         wait_s = _LEAST_S
         while not done(wait_s):
-            waited_s = clock() - began
-            if waited_s < course.ask_s:
+            late_s = clock() - began - planned_s
+            unasked_s = self._waited_s + late_s - self._asked_s  # short waits add up
+            if unasked_s < course.ask_s:
                 continue
             if without_s < 0:
                 without_s = course.without_s(action, sweep)
             if without_s == math.inf:
                 break  # the action waits: nothing else can be done
             wait_s = max(_LEAST_S, _WORTH * without_s)
-            late_s = waited_s - planned_s
-            if late_s >= wait_s and self._is_worth(sweep, action, late_s, without_s):
+            if unasked_s < wait_s:
+                continue
+            if self._is_worth(sweep, action, late_s, without_s):
                 return self._left(sweep, action, began)
+            self._asked_s = self._waited_s + late_s
         self._waited_s += max(0.0, clock() - began - planned_s)
         sweep.stalled(began)
         return None
+
+    def _refused(self, sweep: Sweep, action: Offer) -> Iterable[Action] | None:
+        """Return what is left to do without the tiers, if writes have been late for long.
+
+        A forward sweep that never waits would keep nothing of what it passes.
+        """
+        behind_s = self._elsewhere.behind_s()
+        if behind_s <= _LONGEST * self._without_s:
+            return None
+        self._without_s = self.course.without_s(action, sweep)
+        late_s = behind_s - self.course.planned_s(self._elsewhere.moved(action))
+        if late_s <= _LONGEST * self._without_s:
+            return None
+        actions = self._left(sweep, action, sweep.clock())
+        if actions is None:
+            self._without_s = math.inf  # never ask again
+        return actions
 
     def _is_worth(self, sweep: Sweep, action: Wait, late_s: float, without_s: float) -> bool:
         """Whether to go on without the tiers is faster."""
@@ -108,7 +141,7 @@ class Late:
             return True
         return without_s < _GAIN * self.course.waiting_s(action, sweep)
 
-    def _left(self, sweep: Sweep, action: Wait, since: float) -> Iterable[Action] | None:
+    def _left(self, sweep: Sweep, action: Wait | Offer, since: float) -> Iterable[Action] | None:
         """Return what is left to do without the tiers, None to wait: then that cannot be."""
         moved, waited_s = self._elsewhere.moved(action), sweep.clock() - since
         waited = f", after {waited_s:.3g} s of waiting for it," if waited_s >= _LEAST_S else ""
@@ -154,7 +187,7 @@ class EqualSteps:
         tier = self._tiers[moved.tier]
         return tier.write_s if moved.is_write else tier.read_s
 
-    def without_s(self, action: Wait, sweep: Sweep) -> float:
+    def without_s(self, action: Wait | Offer, sweep: Sweep) -> float:
         """Return the seconds that the rest takes in fast memory alone."""
         rest, counts = self._rest(sweep), sweep.counts
         step_s = counts.forward_s / max(1, counts.forward_steps)
@@ -170,18 +203,19 @@ class EqualSteps:
         """Answer False: Revolve gains nothing by states that are given up before a wait."""
         return False
 
-    def leave(self, action: Wait, sweep: Sweep) -> Iterable[Action] | None:
+    def leave(self, action: Wait | Offer, sweep: Sweep) -> Iterable[Action] | None:
         """Give up what is in the tiers; return Revolve from what is held."""
         if (self._n_steps is None and sweep.is_forward) or not self._rest(sweep).fits:
             return None
         sweep.flush()
         wait_s = max(_LEAST_S, _PATIENCE * self.without_s(action, sweep))
-        self._transfers.cancel(wait_s)
-        # What was cancelled is not there to stay for: the sweep leaves once there is room.
-        while not self._rest(sweep).fits:
-            self._transfers.cancel(wait_s)
+        rest = _beside_stuck(self._transfers, sweep, wait_s, partial(self._fitting, sweep))
         self._transfers.abandon(sweep)
-        return self._rest(sweep).schedule()
+        return rest.schedule()
+
+    def _fitting(self, sweep: Sweep) -> Rest | None:
+        rest = self._rest(sweep)
+        return rest if rest.fits else None
 
     def _rest(self, sweep: Sweep) -> Rest:
         n_steps = self._n_steps or (max(1, sweep.at) if sweep.is_forward else sweep.end)
@@ -263,7 +297,7 @@ class Stages:
             nbytes = costs.stages[step - 1].output_bytes if step else costs.input_bytes
         return self._tier.writing_s(nbytes) if moved.is_write else self._tier.reading_s(nbytes)
 
-    def without_s(self, action: Wait, sweep: Sweep) -> float:
+    def without_s(self, action: Wait | Offer, sweep: Sweep) -> float:
         """Return the seconds that the rest takes in fast memory alone."""
         if self._found[0] != action:
             self._found = action, self._best(action, sweep)
@@ -286,7 +320,7 @@ class Stages:
 
     def is_early(self, action: Put, sweep: Sweep) -> bool:
         """Whether to leave now is better than where the plan will wait: it keeps more."""
-        slower = self._slower(action, sweep) if self._elsewhere.is_behind() else 1.0
+        slower = self._slower(action, sweep) if self._elsewhere.behind_s() else 1.0
         if slower < _SLOWER * self._asked:
             return False
         self._asked = slower
@@ -297,16 +331,17 @@ class Stages:
             return False
         return self.without_s(action, sweep) < _EARLY_GAIN * waiting_s
 
-    def leave(self, action: Wait, sweep: Sweep) -> Iterable[Action] | None:
+    def leave(self, action: Wait | Offer, sweep: Sweep) -> Iterable[Action] | None:
         """Give up what is in the tier; return RR-9302 in the memory left."""
         if self.without_s(action, sweep) == math.inf:
             return None
         elsewhere, slower, found = self._elsewhere, self._slower(action, sweep), self._found[1]
         wait_s = max(self.ask_s, _PATIENCE * self.without_s(action, sweep))
-        elsewhere.cancel(wait_s)
-        # What was cancelled is not there to stay for: the sweep leaves once there is room.
-        while (rest := self._best(action, sweep) if elsewhere.stuck() else found) is None:
-            elsewhere.cancel(wait_s)
+
+        def best() -> ChainRest | None:
+            return self._best(action, sweep) if elsewhere.stuck() else found
+
+        rest = _beside_stuck(elsewhere, sweep, wait_s, best)
         before = self.plan.actions[: self._places[action]]
         made = {each.step for each in before if isinstance(each, Tape)}
         self.given_up = 0 if EndForward() in before else len(made - rest.tapes)
@@ -316,7 +351,7 @@ class Stages:
         sweep.hold(rest.saved, rest.tapes)
         return self._performed(rest.actions)
 
-    def _slower(self, action: Wait, sweep: Sweep) -> float:
+    def _slower(self, action: Wait | Offer, sweep: Sweep) -> float:
         """Return how many times slower than planned the tier is now, and the machine is not."""
         writes = self._elsewhere.moved(action).is_write
         rate = self._tier.write_bytes_per_s if writes else self._tier.read_bytes_per_s
@@ -325,7 +360,7 @@ class Stages:
             busier = max(1.0, sweep.counts.forward_s / planned_s)
         return max(1.0, self._elsewhere.seen_s(writes=writes) * rate / busier)
 
-    def _best(self, action: Wait, sweep: Sweep) -> ChainRest | None:
+    def _best(self, action: Wait | Offer, sweep: Sweep) -> ChainRest | None:
         """Return the fastest way to go on without the tier that is legal, None if none is."""
         stuck = self._elsewhere.stuck()
         here = self._so_far(action)
@@ -358,6 +393,32 @@ class Stages:
                 break
             rules.apply(each, rules.usual_answer(each))
         return rules
+
+
+def _beside_stuck(
+    elsewhere: Elsewhere, sweep: Sweep, wait_s: float, rest: Callable[[], RestT | None]
+) -> RestT:
+    """Cancel all transfers; return a rest that has room beside the writes that go on all the same.
+
+    What was cancelled is not there to stay for: the sweep leaves once there is room.
+
+    Raises
+    ------
+    StoreError
+        If there is none, and the writes do not end.
+    """
+    began = sweep.clock()
+    elsewhere.cancel(wait_s)
+    while (found := rest()) is None:
+        waited_s = sweep.clock() - began
+        if waited_s > _STUCK_S:
+            raise StoreError(
+                f"{len(elsewhere.stuck())} writes were cancelled and have not ended for "
+                f"{waited_s:.0f} s, and beside them there is no memory to go on without the tier; "
+                "raise memory=, or use another tier"
+            )
+        elsewhere.cancel(wait_s)
+    return found
 
 
 def _forward_s(plan: ChainPlan, action: Action) -> float:

@@ -81,6 +81,8 @@ class Ledger:
         When the sweep began, by the clock.
     seen_s : dict of kind to float
         Seconds that transfers took for a byte, the last ones above all; 0 if there were none.
+    written_s : float
+        When the last write ended, by the clock.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Ledger:
         self.begin_s = clock()
         self.begin(self.begin_s)
         self.seen_s = {"write": 0.0, "read": 0.0}
+        self.written_s = 0.0
 
     def begin(self, now: float) -> None:
         """Begin a window of computing."""
@@ -148,6 +151,8 @@ class Ledger:
                 kind, key, start_s, stop_s, nbytes = records.popleft()
                 if nbytes:
                     before_s, now_s = self.seen_s[kind], (stop_s - start_s) / nbytes
+                    if kind == "write":
+                        self.written_s = stop_s
                     self.seen_s[kind] = now_s if not before_s else (3 * before_s + now_s) / 4
                 self.timeline.add(
                     kind, kind, start_s - begin, stop_s - begin, first=key, nbytes=nbytes

@@ -102,11 +102,11 @@ class Elsewhere(Protocol):
         It answers whether that is so.  None if the action does not wait.
         """
 
-    def moved(self, action: Wait) -> Moved:
-        """Return what an action waits for."""
+    def moved(self, action: Wait | Offer) -> Moved:
+        """Return what an action waits for, or offers."""
 
-    def is_behind(self) -> bool:
-        """Whether a write has not ended, as far as is known."""
+    def behind_s(self) -> float:
+        """Return the seconds since the oldest write was queued that has not ended, else 0."""
 
     def seen_s(self, *, writes: bool) -> float:
         """Return the seconds that transfers take for a byte now; 0 if unknown."""
@@ -144,8 +144,9 @@ class Sweep:
     heavier : callable, optional
         `heavier(step, nbytes)`, called for a tape that takes more than `tape_slots`.
     late : callable, optional
-        `late(sweep, action)`, asked before a `Put`, `Evict` or `Await`: the schedule to perform
-        in its place and after it, None to perform it.  See `multistage.execute.late`.
+        `late(sweep, action)`, asked before a `Put`, `Evict` or `Await`, and after an `Offer` that
+        was refused: the schedule to perform in its place and after it, None to go on.  See
+        `multistage.execute.late`.
 
     Attributes
     ----------
@@ -187,7 +188,7 @@ class Sweep:
         tape_slots: float = 1.0,
         slot_bytes: int = 0,
         heavier: Callable[[int, int], None] | None = None,
-        late: Callable[[Sweep, Wait], Schedule | None] | None = None,
+        late: Callable[[Sweep, Wait | Offer], Schedule | None] | None = None,
     ) -> None:
         self.schedule, self.elsewhere, self.origin = schedule, elsewhere, origin
         self.slots: Slots[Any, Any] = slots
@@ -487,16 +488,14 @@ class Sweep:
         """Perform an action that is not frequent; return those that follow, None to stop there."""
         kind, elsewhere = type(action), self.elsewhere
         answer: Answer = None
-        if self.late is not None and kind in _WAITS:
-            schedule = self.late(self, action)
-            if schedule is not None:  # its transfer is late
-                self.schedule.close()
-                self.schedule, self.late = schedule, None
-                return schedule
+        if self.late is not None and kind in _WAITS and self._leaves_tiers(action):
+            return self.schedule
         if kind is Await:
             answer = elsewhere.wait(self, action)
         elif kind is Offer or kind is Put:
             answer = elsewhere.write(self, action)
+            if answer is None and kind is Offer and self._leaves_tiers(action):
+                return self.schedule
         elif kind is Get:
             answer = elsewhere.read(self, action)
         elif kind is Drop:
@@ -521,6 +520,15 @@ class Sweep:
             return chain((self.schedule.send(answer),), self.schedule)
         except StopIteration:
             return ()
+
+    def _leaves_tiers(self, action: Wait | Offer) -> bool:
+        """Whether another schedule goes on in place of this one, as a transfer is late."""
+        schedule = None if self.late is None else self.late(self, action)
+        if schedule is None:
+            return False
+        self.schedule.close()
+        self.schedule, self.late = schedule, None
+        return True
 
     def _end_forward(self, action: EndForward) -> None:
         if not self.is_forward:

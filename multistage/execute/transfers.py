@@ -33,6 +33,8 @@ class _Pending:
     staged: Kept | None = None  # keeps the arrays of a state that no slot holds
     took: bool = False  # whether a staging slot is counted for it
     failed: bool = False
+    began_s: float = 0.0  # of a write: by the clock
+    nbytes: int = 0
 
 
 class Transfers:
@@ -102,7 +104,8 @@ class Transfers:
         """Queue a write; whether its store took it."""
         step, tier, ledger = transfer.step, transfer.tier, self._ledger
         flat, packing = self._layout.pack(kept.arrays)
-        before = ledger.clock() if block else 0.0
+        transfer.began_s = before = ledger.clock()
+        transfer.nbytes = sum(array.nbytes for array in flat)
         accepted = self._stores[tier].put(step, flat, block=block)
         if block:
             ledger.stalled(before)
@@ -230,6 +233,10 @@ class Transfers:
                     break
                 if start in sweep.held and sweep.held[start] is None:
                     continue
+                # What does not come in the time that the steps take is computed again.
+                patience_s = (step - best) * sweep.counts.forward_s / sweep.counts.forward_steps
+                if not self._stores[tier].arrived(start, max(patience_s, _NAP_S)):
+                    break
                 arrays = self._fetched(start, tier)
                 if arrays is not None:
                     best, kept = start, sweep.slots.adopt(arrays, start)
@@ -291,8 +298,8 @@ class Transfers:
 
         return has_room
 
-    def moved(self, action: Wait) -> Moved:
-        """Return what an action waits for."""
+    def moved(self, action: Wait | Offer) -> Moved:
+        """Return what an action waits for, or offers."""
         if isinstance(action, Await):
             transfer = self._tokens[action.token]
             step, tier, is_write = transfer.step, transfer.tier, transfer.is_write
@@ -300,15 +307,31 @@ class Transfers:
             step, tier, is_write = action.step, action.tier, True
         return Moved(step, False, is_write, tier, self._stores[tier].name)
 
-    def is_behind(self) -> bool:
-        """Whether a write has not ended, as far as its store can tell."""
-        writes = (each for each in self._tokens.values() if each.is_write and not each.failed)
-        return any(not self._stores[each.tier].ended(each.step, 0.0) for each in writes)
+    def behind_s(self) -> float:
+        """Return the seconds since the oldest write was queued that has not ended, else 0."""
+        oldest = self._oldest()
+        return 0.0 if oldest is None else self._ledger.clock() - oldest.began_s
+
+    def _oldest(self) -> _Pending | None:
+        """Return the oldest write that has not ended, as far as its store can tell."""
+        for each in self._tokens.values():
+            writes = each.is_write and not each.failed
+            if writes and not self._stores[each.tier].ended(each.step, 0.0):
+                return each
+        return None
 
     def seen_s(self, *, writes: bool) -> float:
-        """Return the seconds that transfers take for a byte now; 0 if unknown."""
-        self._ledger.drain()
-        return self._ledger.seen_s["write" if writes else "read"]
+        """Return the seconds that transfers take for a byte now; 0 if unknown.
+
+        The write in flight counts if it has taken longer than the others did.
+        """
+        ledger = self._ledger
+        ledger.drain()
+        oldest = self._oldest() if writes else None
+        if oldest is None or not oldest.nbytes:
+            return ledger.seen_s["write" if writes else "read"]
+        took_s = ledger.clock() - max(oldest.began_s, ledger.written_s)
+        return max(ledger.seen_s["write"], took_s / oldest.nbytes)
 
     def reading_s(self, sweep: Sweep) -> float:
         """Return the seconds that it takes to read all states that are to be read."""

@@ -15,15 +15,30 @@ from chains import CHAINS, TAPED, raw, store_all
 from leaving import StoppingStore, by_chance, said_late, tier_for
 from unequal_chains import Case
 
+from benchmarks import late_tier
 from multistage import Costs, Reversal, StageCosts, native
-from multistage.actions import Await, Evict
+from multistage.actions import (
+    Action,
+    Advance,
+    Await,
+    Drop,
+    EndForward,
+    Evict,
+    Free,
+    Get,
+    Load,
+    Put,
+    Reverse,
+)
 from multistage.backends import MemoryStore, Store
 from multistage.backends.testing import FaultyStore
-from multistage.errors import CheckpointWarning
+from multistage.errors import CheckpointWarning, StoreError
+from multistage.execute.executor import Executor
 from multistage.execute.late import EqualSteps, Late, Stages
 from multistage.execute.transfers import Transfers
 from multistage.model.tier import Tier
 from multistage.reversing import unequal
+from multistage.states.layout import Layout
 
 KINDS = ("functional", "tape", "in-place", "in-place-tape")
 STREAMED = Costs(1e-3, 2e-3, tiers=(Tier("slow", write_s=3e-3, read_s=3e-3),))
@@ -159,6 +174,7 @@ def test_a_wait_for_a_late_tier_can_be_interrupted(stops: str) -> None:
     store = StoppingStore(stops, 2)
     with equal("large", 60, store) as run:
         with (
+            mock.patch.object(Late, "_refused", return_value=None),
             mock.patch.object(Late, "_is_worth", side_effect=KeyboardInterrupt),
             mock.patch("multistage.execute.transfers._PATIENCE_S", 0.01),
             pytest.raises(KeyboardInterrupt),
@@ -166,6 +182,79 @@ def test_a_wait_for_a_late_tier_can_be_interrupted(stops: str) -> None:
             swept(run, CHAINS["large"][1]())
         assert store.gate.is_set()
         assert swept(run, CHAINS["large"][1]()) == store_all("large", 60)
+
+
+def test_a_lost_state_is_not_looked_for_in_a_tier_that_hangs() -> None:
+    class Hanging(FaultyStore):
+        def arrived(self, key: int, timeout_s: float) -> bool:
+            return key == 3
+
+        def get(self, key: int) -> Any:
+            assert key == 3, "waited for ever"
+            return super().get(key)
+
+    made: list[Action] = [Advance(0, 2), Put(2), Await(0), Advance(2, 3), Put(3), Await(1)]
+    made += [Advance(3, 4), EndForward(), Get(3), Await(2), Load(3), Reverse(3), Free(3)]
+    made += [Load(0), Advance(0, 2), Reverse(2), Load(0), Advance(0, 1), Reverse(1)]
+    made += [Load(0), Reverse(0), Drop(3), Drop(2)]
+    chain, start = CHAINS["large"]
+    store = Hanging(MemoryStore(), lose_read={0})
+    store.open(Layout.of(start()))
+    executor = Executor(chain(), (store,))
+    with pytest.warns(CheckpointWarning, match="checkpoint 3"):
+        last = raw(executor.forward(made, start()))
+        assert (last, executor.reverse(1)) == store_all("large", 4)
+    assert executor.counts.recovered_steps == 3
+    store.close()
+
+
+# ----------------------------------------------------------------------- in virtual time
+
+
+@pytest.mark.parametrize("kind", ["equal", pytest.param("unequal", marks=by_table)])
+def test_a_late_tier_costs_little_beside_none(kind: str) -> None:
+    problem = late_tier.Problem(kind)
+    cases = late_tier.cases((*late_tier.SLOWER, math.inf))
+    rows = [late_tier.compared(problem, case, waits=False) for case in cases]
+    over = [row["seconds"] / row["no_tier_s"] for row in rows]
+    assert sum(over) / len(over) <= 1.05 and max(over) <= 1.25
+    # Of what a sweep without a tier takes; what is waited is part of that.
+    assert max(row["waited_s"] / row["no_tier_s"] for row in rows) <= 0.25
+    assert max(row["steps"] / row["no_tier_steps"] for row in rows) <= 1.3
+    assert {bool(row["late"]) for row in rows} == {False, True}
+
+
+@pytest.mark.parametrize("slower", [50.0, math.inf])
+@pytest.mark.parametrize("place", late_tier.PLACES)
+def test_writes_that_go_on_take_no_more_than_their_slots(slower: float, place: float) -> None:
+    """Offers are refused then, and a sweep that never waits would keep nothing."""
+    case = late_tier.Case(slower, True, place)
+    row = late_tier.compared(late_tier.Problem("equal", gives_up=False), case, waits=False)
+    assert row["late"] and row["steps"] <= 1.2 * row["no_tier_steps"]
+
+
+@by_table
+def test_unequal_steps_go_on_beside_writes_that_do_not_stop() -> None:
+    problem, case = late_tier.Problem("unequal", gives_up=False), late_tier.Case(50.0, True, 0.0)
+    stuck: list[list[int]] = []
+    best = Stages._best
+
+    def noted(course: Stages, *given: Any) -> Any:
+        found = best(course, *given)
+        stuck.append(course._elsewhere.stuck())
+        assert found is None or course.peak_bytes <= (course.plan.memory_bytes or 0)
+        return found
+
+    with mock.patch.object(Stages, "_best", noted):
+        row = late_tier.compared(problem, case, waits=False)
+    assert stuck[-1] and row["late"] and row["seconds"] <= 1.15 * row["no_tier_s"]
+
+
+@by_table
+def test_writes_that_never_stop_and_leave_no_room_are_an_error() -> None:
+    problem = late_tier.Problem("unequal", gives_up=False)
+    with pytest.raises(StoreError, match="no memory to go on without the tier; raise memory="):
+        problem.swept(late_tier.Case(math.inf, True, 0.5))
 
 
 # ------------------------------------------------------------------------ unequal steps
@@ -214,7 +303,7 @@ def test_unequal_steps_go_on_from_anywhere(kind: str) -> None:
 def test_transfers_of_unequal_steps_that_never_end(stops: str, after: int) -> None:
     case, store = Case(3, "functional", 16), StoppingStore(stops, after)
     fast = mock.patch.object(
-        unequal, "measured_rates", lambda _: Tier.of_rates(1e9, 1e9, tapes=False)
+        unequal, "measured_rates", lambda *_: Tier.of_rates(1e9, 1e9, tapes=False)
     )
     with fast, unequal_run(case, store, "2 slots", fast=True) as run:
         assert swept(run, case.start()) == case.store_all()

@@ -5,6 +5,7 @@ What does not come back is computed again from the nearest state at hand.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -153,15 +154,16 @@ class Away:
         wait = self.stowage.written if moved.is_write else self.stowage.read
         return partial(wait, moved.step, moved.is_tape)
 
-    def moved(self, action: Wait) -> Moved:
-        """Return what an action waits for."""
+    def moved(self, action: Wait | Offer) -> Moved:
+        """Return what an action waits for, or offers."""
         if isinstance(action, Await):
             return Moved(*self.stowage.moved(action.token), 0, self.stowage.name)
         return Moved(action.step, action.tape, True, 0, self.stowage.name)
 
-    def is_behind(self) -> bool:
-        """Whether a write has not ended."""
-        return bool(self.stowage.writing())
+    def behind_s(self) -> float:
+        """Return the seconds since the oldest write was queued that has not ended, else 0."""
+        writing = self.stowage.writing()
+        return time.perf_counter() - min(trip.queued_s for trip in writing) if writing else 0.0
 
     def seen_s(self, *, writes: bool) -> float:
         """Return the seconds that transfers take for a byte now; 0 if unknown."""

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ...actions import Action, Put, Schedule
+from ...actions import Action, Offer, Put, Schedule
 from ...errors import MultistageError
 from ...execute.late import Late, Stages
 from ...execute.sweep import Sweep, Wait
@@ -155,7 +155,7 @@ class Run:
                 self._berth.leave()
             raise
 
-    def _late(self) -> Callable[[Sweep, Wait], Schedule | None] | None:
+    def _late(self) -> Callable[[Sweep, Wait | Offer], Schedule | None] | None:
         """Return what is asked where transfers are late."""
         if self._course is None or not self._streams:
             return None
@@ -163,7 +163,7 @@ class Run:
         late.begin(self._away)
         script, memory, left = self._script, self._memory, self._left  # not us: we have the sweep
 
-        def asked(sweep: Sweep, action: Wait) -> Schedule | None:
+        def asked(sweep: Sweep, action: Wait | Offer) -> Schedule | None:
             actions = late(sweep, action)
             if actions is None:
                 return None
