@@ -191,7 +191,7 @@ def _least(model: nn.Module, x: Tensor, planner: Any = "optimal") -> int:
     return int(str(refused.value).split("< ")[1].split(" bytes")[0])
 
 
-@pytest.mark.long(but="*-0.3")
+@pytest.mark.long(but="*-0.0")
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
 @pytest.mark.parametrize("planner", ["optimal", "revolve"])
 @pytest.mark.parametrize("wants", [True, False])
