@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-import multistage.torch as mst
+from multistage.torch.tracing.captured import GraphStages
 
 TORCHVISION = ("resnet50", "resnet101", "densenet121", "inception_v3")
 
@@ -83,7 +84,32 @@ def build(net: str, batch: int) -> tuple[Any, Tensor]:
     extra = {"aux_logits": False, "init_weights": True} if net.startswith("inception") else {}
     model = getattr(torchvision.models, net)(weights=None, **extra)
     x = torch.randn(batch, 3, size, size)
-    return mst.to_chain(model, x[:2]), x
+    return captured(model, x), x
+
+
+def captured(model: nn.Module, x: Tensor) -> nn.Sequential:
+    """Return the stages of what TorchDynamo captures of a model, as modules."""
+    found: list[GraphStages] = []
+
+    def backend(graph: fx.GraphModule, _: object) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            own = tuple([a is not x for a in arguments])
+            found.append(GraphStages(graph, arguments, own))
+            found[-1].bind(arguments)
+            return graph.forward(*arguments)
+
+        return call
+
+    torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(x)
+    return nn.Sequential(*found[0], First())
+
+
+class First(nn.Module):
+    """The only output of a graph, which returns a tuple."""
+
+    def forward(self, state: tuple[Tensor]) -> Tensor:
+        """Return the only entry."""
+        return state[0]
 
 
 class _Transpose(nn.Module):

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint_sequential
 
 import multistage.torch as mst
@@ -25,8 +25,7 @@ def _prepared(task: dict[str, Any]) -> tuple[Any, Tensor, torch.device]:
     torch.use_deterministic_algorithms(True)
     device = torch.device(task["device"])
     stages, x = build(task["net"], task["batch"])
-    owner = stages.model if hasattr(stages, "model") else stages
-    owner.to(device)
+    stages.to(device)
     return stages, x.to(device), device
 
 
@@ -87,8 +86,7 @@ class _Steps:
     def __init__(self, task: dict[str, Any]) -> None:
         self._task = task
         self._stages, self._x, self._device = _prepared(task)
-        stages = self._stages
-        self.plain = stages if isinstance(stages, nn.Module) else nn.Sequential(*stages)
+        self.plain = self._stages
         self._parameters = list(self.plain.parameters())
         self._gradients = self._of(self.plain)
 

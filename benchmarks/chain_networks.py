@@ -83,13 +83,13 @@ def _profiled(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     import multistage.torch as mst
+    from benchmarks._chain_models import captured
 
     torch.manual_seed(task["seed"])
     torch.set_num_threads(1)
     model = build(task["name"], task["size"])
     x = torch.randn(1, 3, task["size"], task["size"])
-    stages = mst.to_chain(model, x)
-    costs = mst.profile(stages, x, seconds=task["seconds"])
+    costs = mst.profile(captured(model, x), x, seconds=task["seconds"])
     costs.save(task["costs"])
     return {"weights": sum(p.numel() * p.element_size() for p in model.parameters())}
 

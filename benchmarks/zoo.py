@@ -1,17 +1,18 @@
 """Models of timm and transformers and recurrent cells of the literature, trained within limits.
 
-Each model goes through `mst.to_chain` and `mst.Sequential`, each cell through
-`mst.unroll`, as a user would write it, in a process of its own.  Asked of each:
+Each model goes through `mst.compile`, each cell through `mst.unroll`, as a user would
+write it, in a process of its own.  Asked of each:
 
 * does it train within 0.7 of what plain training takes, and if not, why;
-* are outputs, gradients, buffers and generators those of plain training bit for
-  bit, over two steps with an update between;
+* are outputs, gradients, buffers and generators those of plain training (of models:
+  of `torch.compile(backend="eager")`, as some compute otherwise where they see that
+  they are compiled) bit for bit, over two steps with an update between;
 * its peak over the limit at 0.7, 0.5 and 0.3 of plain, storage by storage;
 * seconds (of one processor; the least of several steps of each, in turns) of a step
   over plain training's, and over those of `torch.utils.checkpoint` at the peak that
-  this takes: the library's own checkpointing of blocks where it has any, else
-  `checkpoint_sequential` over our stages, else (cells) chunks of sqrt(T) steps;
-* seconds until the first step can run: tracing, profiling, checking, planning.
+  this takes: the library's own checkpointing of blocks where it has any; of cells
+  chunks of sqrt(T) steps;
+* seconds until the first step can run: capture, profiling, checking, planning.
 
 A limit that is too small for the model is a refusal that names the smallest.
 `works` counts the models that train at 0.7; `faster_than_checkpoint` counts a

@@ -53,7 +53,6 @@ ORDER_IN_TORCH = (
     "sequences",
     "adopting",
     "sequential",
-    "chain",
     "compiling",
     "profiling",
     "offload",

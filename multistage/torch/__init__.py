@@ -1,8 +1,7 @@
 """PyTorch: chains and sequences that train within a memory limit.
 
 `compile` trains any model that TorchDynamo captures whole.  `Sequential` trains a
-chain of stages, `profile` measures one, `to_chain` finds the stages of a model that
-was not written as a chain.  `unroll` runs a cell
+chain of stages, `profile` measures one.  `unroll` runs a cell
 over a sequence of any length; `offload` moves what autograd saves to slow tiers.
 """
 
@@ -16,8 +15,6 @@ except ModuleNotFoundError as _error:
         name="torch",
     ) from _error
 
-from .chain import Stages as Stages
-from .chain import to_chain as to_chain
 from .compiling import Compiled as Compiled
 from .compiling import compile as compile
 from .offload import offload as offload

@@ -268,7 +268,6 @@ class Chain(LimitedModule):
             self._modules[str(number)] = stage
         self._multistage = Limited(
             list(self._modules),
-            None,
             settings.memory,
             settings.planner,
             settings.segments,

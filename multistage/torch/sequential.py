@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from ..model.stages import StageCosts
 from ..planners.chain.heterogeneous import ChainPlan, ChainPlanner
 from ..planners.chain.joint_core import require_core
-from .adopting import InFront, YieldingProperty, adopt, yielding
+from .adopting import YieldingProperty, adopt, yielding
 from .environment.states import tensors_in
 from .measurement.checking import Check, Checked, checked_choice
 from .planning.limited import (
@@ -30,11 +30,9 @@ from .planning.limited import (
 from .planning.preparing import planned_for, prepared, replanned
 from .planning.running import run
 from .tiers.tiered import Tiered
-from .tracing.calling import sample_of
-from .tracing.traced import Stages
 
 
-class Sequential(LimitedModule, InFront):
+class Sequential(LimitedModule):
     """A chain of stages that trains within a memory limit, bit-identical to plain training.
 
     It measures the stages on the first input of a kind and chooses which tapes and
@@ -46,9 +44,8 @@ class Sequential(LimitedModule, InFront):
     ----------
     model : nn.Sequential, or sequence of modules and functions
         The stages; each takes the result of the one before, a pytree of
-        tensors and other values.  Modules are registered as in `nn.Sequential`
-        (or, for the result of `to_chain`, under the model's own names), so the
-        state dict is that of the plain model.
+        tensors and other values.  Modules are registered as in `nn.Sequential`,
+        so the state dict is that of the plain model.
     sample_input : pytree, optional
         A sample of the chain's input; with it, the chain is profiled and planned at
         once rather than at the first call.
@@ -142,25 +139,19 @@ class Sequential(LimitedModule, InFront):
         calls = self._register(model)
         if not calls:
             raise ArgumentError("a chain needs at least one stage")
-        traced = model if isinstance(model, Stages) else None
         # All that is ours under one name, so that a model may use every other.
-        self._multistage = Limited(
-            calls, traced, memory, planner, segments, replan, costs, check, tiered
-        )
+        self._multistage = Limited(calls, memory, planner, segments, replan, costs, check, tiered)
         if sample_input is not None:
             prepared(self, sample_input)
 
     def _register(self, model: nn.Sequential | Sequence[Call]) -> list[str | Call]:
         """Register what has parameters; return the names of children, and plain callables."""
-        if isinstance(model, Stages):
-            adopt(self, model.model)
-            return list(model.bare)
         calls: list[str | Call] = []
         if isinstance(model, nn.Sequential):
             if type(model).forward is not nn.Sequential.forward or "forward" in vars(model):
                 raise ArgumentError(
                     f"{type(model).__name__} has a forward of its own, which a chain of its "
-                    "children would not call; give what to_chain(model, sample_input) finds"
+                    "children would not call; give it to compile"
                 )
             adopt(self, model)
             self.training = model.training
@@ -169,7 +160,7 @@ class Sequential(LimitedModule, InFront):
         elif isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
             raise ArgumentError(
                 f"{type(model).__name__} is not a chain of stages; give an nn.Sequential, a list "
-                "of stages, or what to_chain(model, sample_input) finds"
+                "of stages, or give the model to multistage.torch.compile"
             )
         else:
             named = [(str(number), stage) for number, stage in enumerate(model)]
@@ -187,7 +178,7 @@ class Sequential(LimitedModule, InFront):
 
     @yielding
     def stages(self) -> list[Call]:
-        """Return the stages as given, or as traced last."""
+        """Return the stages."""
         return stages_of(self)
 
     @yielding
@@ -246,7 +237,7 @@ class Sequential(LimitedModule, InFront):
         work every rank must call it, and all take the plan of rank 0.  Chains of
         sharded parameters (FSDP2) do so at their first call too.
         """
-        return prepared(self, _state_of(self, sample_input, named))
+        return prepared(self, _state_of(sample_input, named))
 
     @yielding
     def close(self) -> None:
@@ -259,11 +250,9 @@ class Sequential(LimitedModule, InFront):
     def forward(self, *args: object, **kwargs: object) -> object:
         """Return what the model returns.
 
-        A chain of stages takes one state; a chain that `to_chain` found takes the
-        model's own arguments, by position or by keyword, or the sample that
-        stands for them.
+        A chain of stages takes one state.
         """
-        state = _state_of(self, args, kwargs)
+        state = _state_of(args, kwargs)
         wanting = torch.is_grad_enabled() and (
             any(t.requires_grad for t in tensors_in(state))
             or any(p.requires_grad for p in self.parameters())
@@ -293,13 +282,8 @@ class Sequential(LimitedModule, InFront):
 # Not methods: their names belong to models.
 
 
-def _state_of(
-    sequential: Sequential, args: tuple[object, ...], kwargs: dict[str, object]
-) -> object:
+def _state_of(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Return the chain's input from the arguments of a call."""
-    traced = sequential._multistage.traced
-    if traced is not None:
-        return sample_of(args, kwargs, traced.model)
     if len(args) != 1 or kwargs:
         raise ArgumentError(
             f"a chain of stages takes one state, not {len(args)} arguments and "

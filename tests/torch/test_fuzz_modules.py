@@ -60,7 +60,7 @@ def test_a_wrong_gradient_is_found_and_made_simpler(monkeypatch: pytest.MonkeyPa
 @pytest.mark.long
 def test_a_program_runs_by_itself(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(text(Case(0, "to_chain", ("Dense", "Dropout", "Dense"), root=True)))
+    program.write_text(text(Case(0, "sequential", ("Dense", "Dropout", "Dense"))))
     done = subprocess.run(
         [sys.executable, program],
         capture_output=True,

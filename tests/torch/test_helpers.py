@@ -206,11 +206,11 @@ def test_a_cut_is_not_where_a_value_passes_that_is_written_to_later() -> None:
     other = graph.call_function(torch.cos, (made,))
     writer = graph.call_function(torch.add, (made, other))
     value = SimpleNamespace(storage=SimpleNamespace(cdata=7), nbytes=8)
-    recorded: Any = SimpleNamespace(values={made: value}, made={7}, written={7: writer})
+    observed: Any = SimpleNamespace(values={made: value}, made={7}, written={7: writer})
     order, cut = {other: 0, writer: 1}, Cut(other, (made,))
-    assert _written_beyond(recorded, cut, 0, order)
-    assert _written_beyond(recorded, cut, 0, {other: 0})  # behind the last place
-    assert not _written_beyond(recorded, cut, 1, order)
+    assert _written_beyond(observed, cut, 0, order)
+    assert _written_beyond(observed, cut, 0, {other: 0})  # behind the last place
+    assert not _written_beyond(observed, cut, 1, order)
 
 
 # --------------------------------------------------------------------- tiers

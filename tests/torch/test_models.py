@@ -83,20 +83,24 @@ def gradients(module: nn.Module, x: Tensor, call: Any) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "traced"),
+    ("kind", "compiled"),
     [
         *((kind, False) for kind in (GroupedAttention, Positions, Unrolls, OldSpectral)),
         *((kind, True) for kind in (GroupedAttention, Positions, OldSpectral)),
     ],
 )
-def test_gradients_are_those_of_plain_training(kind: type[nn.Module], traced: bool) -> None:
+def test_gradients_are_those_of_plain_training(kind: type[nn.Module], compiled: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[kind() for _ in range(4)])
     x = torch.randn(8, 12, 16, requires_grad=True)
     other = copy.deepcopy(model)
     expected = gradients(model, x, model)
-    stages: Any = mst.to_chain(other, x) if traced else list(other)
-    chain = mst.Sequential(stages, x, memory=0.97 if kind is Unrolls else 0.9)
+    memory = 0.97 if kind is Unrolls else 0.9
+    chain: Any
+    if compiled:
+        chain = mst.compile(other, memory=memory)
+    else:
+        chain = mst.Sequential(list(other), x, memory=memory)
     found = gradients(other, x, chain)
     assert chain.plan is not None and not chain.plan.keeps_all
     for a, b in zip(expected, found, strict=True):

@@ -41,7 +41,7 @@ def test_no_gradients_are_left_on_parameters() -> None:
     mst.Sequential([lambda x: block(x), lambda x: x * free, nn.Tanh()], x)
     assert block.weight.grad is None and block.bias.grad is None and free.grad is None
     model = Position()
-    mst.Sequential(mst.to_chain(model, x), x)
+    mst.compile(model, memory=1.0)(x)
     assert all(p.grad is None for p in model.parameters())
 
 

@@ -30,13 +30,16 @@ def convolutions() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("memory", [0.6, None], ids=["recomputed", "kept"])
-@pytest.mark.parametrize("traced", [False, True])
-def test_forward_on_several_shapes_before_one_backward(traced: bool, memory: float | None) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_forward_on_several_shapes_before_one_backward(
+    compiled: bool, memory: float | None
+) -> None:
     """Planning for the second shape leaves the graph of the first as it was."""
     crops = [torch.randn(4, 4, size, size) for size in (16, 12)]
     plain = convolutions()
     model = deepcopy(plain)
-    chain = mst.Sequential(mst.to_chain(model, crops[0]) if traced else model, memory=memory)
+    front: Any = mst.compile if compiled else mst.Sequential
+    chain = front(model, memory=memory)
     for call in (plain, chain):
         sum(call(x).square().mean() for x in crops).backward()  # type: ignore[union-attr]
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):

@@ -1025,7 +1025,7 @@ def test_measuring_a_tier_takes_no_more_than_the_limit(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("fast_tiers")
-def test_a_traced_model_trains_with_a_tier() -> None:
+def test_a_compiled_model_trains_with_a_tier() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1039,13 +1039,10 @@ def test_a_traced_model_trains_with_a_tier() -> None:
     torch.manual_seed(0)
     plain = Model()
     scale = torch.rand(24)
-    x = torch.randn(4 * ROWS, 24, requires_grad=True)
     expected = results(plain, lambda x: plain(x, scale), rows=4 * ROWS)
-    model = mst.to_chain(plain, (x, scale), memory=0.5, tiers=store())
+    model = mst.compile(plain, memory=0.5, tiers=store())
     assert same(results(model, lambda x: model(x, scale), rows=4 * ROWS), expected)
     model.close()
-    with pytest.raises(ArgumentError, match="goes with memory"):
-        mst.to_chain(plain, (x, scale), tiers="memory:")  # type: ignore[call-overload]
 
 
 class _Scale(nn.Module):

@@ -136,19 +136,14 @@ def sequential() -> None:
     assert isinstance(mst.Sequential(nn.Sequential(*layers)), nn.Module)
 
 
-def to_chain() -> None:
-    """The stages of a model, and a chain of them."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    x = torch.ones(3, 4)
-    stages = mst.to_chain(model, x)
-    assert_type(stages, mst.Stages)
-    assert_type(stages[0].name, str)
-    state: object = x
-    for stage in stages:
-        state = stage(state)
-    chain = mst.to_chain(model, x, memory="1 MiB")
-    assert_type(chain, mst.Sequential)
-    chain(x).sum().backward()
+def compiled() -> None:
+    """A model, and a function, captured by TorchDynamo."""
+    model = mst.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), memory="1 MiB")
+    assert_type(model, mst.Compiled)
+    model(torch.ones(3, 4)).sum().backward()
+    assert_type(model.plan, ChainPlan | None)
+    assert_type(model.plans, list[ChainPlan])
+    model.train().close()
 
 
 def profile() -> None:
@@ -172,7 +167,7 @@ PROGRAMS = (
     unroll_without_outputs,
     unroll_modules,
     sequential,
-    to_chain,
+    compiled,
     profile,
     offload,
 )

@@ -1,6 +1,6 @@
 """The check of a chain: the model and the chain, once each, compared bit for bit.
 
-Planning trusts what was seen when the model was traced and its stages were profiled.  The
+Planning trusts what was seen when its stages were profiled.  The
 check looks at the whole once: from the same state of the generators the model runs plainly
 and the chain runs by its plan, forward and backward; outputs, gradients, buffers,
 attributes and the generators' states must then be the same.

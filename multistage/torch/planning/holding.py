@@ -24,7 +24,7 @@ from ..measurement.both_ways import Both, NotAlone
 from ..tensors.meter import Meter
 from ..tiers.stowage import CannotTravel
 from .choosing import device_of, held_by_caller
-from .limited import Call, LimitedModule, Planned, is_collective, replaced, sends, whole
+from .limited import LimitedModule, Planned, is_collective, replaced, sends, whole
 from .running import fitted, run
 
 _log = logging.getLogger(__name__)
@@ -71,9 +71,7 @@ def _held_bytes(
     sequential: LimitedModule, planned: Planned, state: object, meter: Meter
 ) -> int | None:
     """Return the most bytes that iterations hold at once; None if they cannot be run here."""
-    model = sequential._model()
-    stages: list[Call] = [*([] if model is None else [model]), *planned.stages]
-    both = Both(stages, state, planned.profile.traits[0].changes_input, 0.0)
+    both = Both(planned.stages, state, planned.profile.traits[0].changes_input, 0.0)
     try:
         return both.peak_bytes(
             lambda given: run(sequential, planned, given, whole(sequential), trains=False), meter

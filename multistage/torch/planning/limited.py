@@ -25,10 +25,7 @@ from ..measurement.measure import Profile, sharded
 from ..measurement.traits import Sizes
 from ..measurement.watching import Seen, Watch
 from ..tiers.tiered import Tiered
-from ..tracing.calling import arguments
 from ..tracing.captured import GraphStages
-from ..tracing.parts import Part
-from ..tracing.traced import Stages
 
 _ROOMY = 4  # times what plain training was measured to take
 
@@ -64,7 +61,6 @@ class Planned:
     """What is known of inputs of one kind."""
 
     stages: list[Call]
-    traced: Stages | None  # that the stages are of
     profile: Profile
     measured: Profile  # which `profile` counts one way
     plan: ChainPlan
@@ -75,12 +71,10 @@ class Planned:
     reserved_bytes: int = 0  # held beside what the stages were measured to hold
     is_estimate: bool = False  # from costs of inputs of other lengths
 
-    def holds(self, stages: Sequence[Call], state: object, way: object) -> bool:
-        """Whether it is of the chain's present stages, and serves an input."""
-        if self.traced is None:  # who assigns to a child puts another in its place
-            same = len(stages) == len(self.stages)
-            return same and all(a is b for a, b in zip(stages, self.stages, strict=True))
-        return self.runs_plainly(way) or self.traced.differences(state) is None
+    def holds(self, stages: Sequence[Call]) -> bool:
+        """Whether it is of the chain's present stages: a child may be replaced."""
+        same = len(stages) == len(self.stages)
+        return same and all(a is b for a, b in zip(stages, self.stages, strict=True))
 
     @property
     def is_roomy(self) -> bool:
@@ -111,7 +105,6 @@ class Limited:
     """What a `LimitedModule` is besides an `nn.Module`."""
 
     calls: list[str | Call]
-    traced: Stages | None
     memory: int | str | float | None
     planner: ChainPlanner
     segments: int | None
@@ -128,7 +121,7 @@ class Limited:
     watchful: bool = False  # whether a stage drew random numbers unforeseen
     watch: Watch = field(default_factory=Watch)
     # By kind of input; the latest first.
-    known: OrderedDict[Kind, list[Planned]] = field(default_factory=OrderedDict)
+    known: OrderedDict[Kind, Planned] = field(default_factory=OrderedDict)
 
     def refers_to(self) -> list[Call]:
         """Return the stages that are no modules; see `Scope`."""
@@ -154,17 +147,12 @@ class Limited:
 
 
 class LimitedModule(nn.Module):
-    """A chain that trains within a limit: `Sequential`, as planning and running see it.
+    """A chain that trains within a limit, as planning and running see it.
 
     All that is not `nn.Module`'s is under one name, so that a model may use every other.
     """
 
     _multistage: Limited
-
-    def _model(self) -> nn.Module | None:
-        """Return the model that was traced, None for other chains."""
-        chain = self.__dict__.get("_multistage")
-        return chain.traced.model if chain is not None and chain.traced is not None else None
 
 
 def stages_of(sequential: LimitedModule) -> list[Call]:
@@ -181,36 +169,30 @@ def names_of(sequential: LimitedModule) -> list[str]:
     return [
         f"{c} {type(modules[c]).__name__}"
         if isinstance(c, str)
-        else c.name
-        if isinstance(c, Part)
         else getattr(c, "__name__", type(c).__name__)
         for c in chain.calls
     ]
 
 
 def use(chain: Limited, planned: Planned) -> None:
-    """Make a plan, its check and its recording those of the chain."""
+    """Make a plan and its check those of the chain."""
     chain.plan, chain.checked = planned.plan, planned.checked
-    if planned.traced is not None:
-        chain.traced, chain.calls = planned.traced, list(planned.traced.bare)
 
 
 def replaced(chain: Limited, planned: Planned, anew: Planned) -> Planned:
     """Put another plan in the place of one that is known; return it, in use."""
-    for variants in chain.known.values():
-        variants[:] = [anew if v is planned else v for v in variants]
+    for kind, each in chain.known.items():
+        if each is planned:
+            chain.known[kind] = anew
     use(chain, anew)
     return anew
 
 
 def run_plain(sequential: LimitedModule, state: object) -> object:
-    """Run without a plan; what was traced runs as it is, whatever the shapes and modes."""
-    traced, graph = sequential._multistage.traced, sequential._multistage.graph
+    """Run without a plan; a captured graph runs whole."""
+    graph = sequential._multistage.graph
     if graph is not None:
         return graph.plainly(state)
-    if traced is not None:
-        positional, named = arguments(state)
-        return traced.model.forward(*positional, **named)
     for stage in stages_of(sequential):
         state = stage(state)
     return state
@@ -220,8 +202,7 @@ def whole(sequential: LimitedModule) -> Found:
     """Return what all stages refer to."""
     chain = sequential._multistage
     if chain.whole is None:
-        model = sequential._model()
-        chain.whole = Scope([sequential] if model is None else [sequential, model])
+        chain.whole = Scope([sequential])
     return chain.whole.look()
 
 

@@ -1,4 +1,4 @@
-"""Plans of a chain for each kind of input: traced, profiled, chosen, checked, remembered."""
+"""Plans of a chain for each kind of input: profiled, chosen, checked, remembered."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import torch
 from ...errors import ArgumentError, BudgetError, CheckpointWarning, StoreError
 from ...planners.chain.heterogeneous import ChainPlan
 from ..environment.scope import Found
-from ..environment.states import leaves_of
 from ..environment.turns import TURN
 from ..measurement.checking import Checked, check_chain, room_for_tapes
-from ..measurement.joining import Running
 from ..measurement.measure import Profile, measure_stages
-from ..measurement.traits import Sizes
 from ..measurement.watching import Seen
 from ..tiers.stowage import CannotTravel
 from ..tiers.tiered import Tiered
@@ -39,9 +36,7 @@ from .limited import (
 )
 from .running import fitted, run, with_sizes
 
-# Kinds of input whose plans are remembered, those used last, and traces of each.
-_KINDS = 256
-_VARIANTS = 8
+_KINDS = 256  # of input whose plans are remembered: those used last
 
 
 def prepared(sequential: LimitedModule, state: object) -> ChainPlan:
@@ -55,11 +50,9 @@ def planned_for(
 ) -> Planned:
     """Return what is known of inputs like this one; profile and plan if nothing is."""
     chain = sequential._multistage
-    kind, way = kind_of_call(sequential, state, found), Sizes.way(leaves_of(state), found.number)
-    variants = chain.known.get(kind, [])
-    stages = stages_of(sequential)
-    planned = next((v for v in variants if v.holds(stages, state, way)), None)
-    if planned is None:
+    kind = kind_of_call(sequential, state, found)
+    planned = chain.known.get(kind)
+    if planned is None or not planned.holds(stages_of(sequential)):
         if chain.known and not chain.replan:
             raise ArgumentError(
                 "the input is of another kind (shapes, dtypes, devices, modes) than the one "
@@ -67,8 +60,8 @@ def planned_for(
             )
         with TURN.taken():  # generators and buffers are put back at the end
             planned = None if together else _estimated(sequential, state, kind)
-            planned = planned or _made(sequential, state, variants, together)
-        _remember(chain, kind, [planned, *variants[: _VARIANTS - 1]])
+            planned = planned or _made(sequential, state, together)
+        _remember(chain, kind, planned)
     chain.known.move_to_end(kind)
     use(chain, planned)
     return corrected(sequential, planned, state)
@@ -77,15 +70,14 @@ def planned_for(
 def _estimated(sequential: LimitedModule, state: object, kind: Kind) -> Planned | None:
     """Return a plan by the costs of inputs of other lengths, None if they tell nothing."""
     chain = sequential._multistage
-    if chain.traced is not None or chain.costs is not None:
+    if chain.costs is not None:
         return None
     stages = stages_of(sequential)
     measured = [
         (key, planned)
-        for key, variants in chain.known.items()
-        for planned in variants
+        for key, planned in chain.known.items()
         if not planned.is_estimate
-        and planned.holds(stages, state, None)
+        and planned.holds(stages)
         and not planned.profile.traits[0].changes_input
     ]
     found = estimated(kind, measured)
@@ -106,37 +98,16 @@ def _estimated(sequential: LimitedModule, state: object, kind: Kind) -> Planned 
     )
 
 
-def _remember(chain: Limited, kind: Kind, variants: list[Planned]) -> None:
-    chain.known[kind] = variants
+def _remember(chain: Limited, kind: Kind, planned: Planned) -> None:
+    chain.known[kind] = planned
     if len(chain.known) > _KINDS:
         chain.known.popitem(last=False)
 
 
-def _made(
-    sequential: LimitedModule, state: object, variants: list[Planned], together: bool
-) -> Planned:
-    """Trace if the stages do not hold for an input, profile, and plan."""
+def _made(sequential: LimitedModule, state: object, together: bool) -> Planned:
+    """Profile and plan."""
     chain = sequential._multistage
-    if chain.traced is not None and chain.traced.differences(state) is not None:
-        chain.traced = chain.traced.again(state)
-        chain.calls = list(chain.traced.bare)
     stages, names = stages_of(sequential), names_of(sequential)
-    for other in variants:  # where a constant differs, costs do not
-        if other.traced is not None and other.traced.same_stages(chain.traced):
-            found = measure_stages(stages, names, state, costs=other.measured.costs)
-            sizes = [t.sizes and t.sizes.fresh() for t in other.measured.traits]
-            found = with_sizes(found, sizes)
-            profile = replace(found, costs=other.profile.costs)
-            return replace(
-                other,
-                stages=stages,
-                traced=chain.traced,
-                profile=profile,
-                measured=found,
-                sizes=Sizes(),
-                running=Running(),
-                seen=Seen(),
-            )
     found = measure_stages(stages, names, state, costs=chain.costs)
     if is_collective(sequential):  # one rank alone cannot plan again
         found = with_sizes(found, [None for _ in found.traits])
@@ -157,7 +128,6 @@ def _tried(sequential: LimitedModule, state: object, found: Profile, together: b
 def _compared(sequential: LimitedModule, planned: Planned, state: object) -> Checked:
     """Run the model and the chain once each, and compare."""
     chain = sequential._multistage
-    model = sequential._model()
     if chain.check == "off":
         return Checked("off")
     if is_collective(sequential):
@@ -169,8 +139,8 @@ def _compared(sequential: LimitedModule, planned: Planned, state: object) -> Che
         lambda given: run_plain(sequential, given),
         lambda given: run(sequential, planned, given, whole(sequential), trains=False),
         state,
-        name=type(sequential if model is None else model).__name__,
-        stages=stages if model is None else [model, *stages],
+        name="the captured graph" if chain.graph is not None else type(sequential).__name__,
+        stages=stages,
         room_bytes=room_for_tapes(planned.profile, stages, planned.plan.memory_bytes),
         writes=planned.profile.traits[0].changes_input,
         check=chain.check,

@@ -57,7 +57,7 @@ def measured(
     seconds: float = SECONDS,
     costs: StageCosts | None = None,
 ) -> list[Profile]:
-    """Profile the stages of a chain; see `measure` and `Stages.counted`."""
+    """Profile the stages of a chain; see `measure` and `GraphStages.counted`."""
     stages, names = stages_of(sequential), names_of(sequential)
     return counted(sequential, measure_stages(stages, names, state, seconds=seconds, costs=costs))
 
@@ -65,13 +65,12 @@ def measured(
 def counted(sequential: LimitedModule, profile: Profile) -> list[Profile]:
     """Return a profile by all ways to count what passes several cuts."""
     chain = sequential._multistage
-    found = chain.graph or chain.traced
-    return [profile] if found is None or chain.costs is not None else found.counted(profile)
+    given = chain.graph is None or chain.costs is not None
+    return [profile] if given or chain.graph is None else chain.graph.counted(profile)
 
 
 def fitted(sequential: LimitedModule, state: object, found: Profile, together: bool) -> Planned:
     """Return the best plan for stages as measured, unchecked."""
-    traced = sequential._multistage.traced
     profiles = counted(sequential, found)
     if together:
         profiles = [replace(each, costs=of_rank_0(each.costs)) for each in profiles]
@@ -83,7 +82,7 @@ def fitted(sequential: LimitedModule, state: object, found: Profile, together: b
     roomy = plan.memory_bytes is None or plan.memory_bytes >= 2 * plan.plain_bytes
     varies = not roomy and any(t.sizes.varies for t in profile.traits if t.sizes is not None)
     return Planned(
-        stages_of(sequential), traced, profile, found, plan, Checked("off"), Sizes(varies=varies)
+        stages_of(sequential), profile, found, plan, Checked("off"), Sizes(varies=varies)
     )
 
 

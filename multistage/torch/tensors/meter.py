@@ -144,11 +144,6 @@ class Meter(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports its compiler, for seconds
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let what torch.compile made of a model run; it would run the model itself."""
-        return True
-
 
 class OperationsMeter(Meter):
     """A meter that notes the operations too."""

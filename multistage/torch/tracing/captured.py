@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from ..measurement.measure import Profile
-from .cutting import Cut, cuts, ways_to_count
-from .observing import ENTER, GRADED, LEAVE, observe
-from .recorded import Observed
-from .traced import counted_by
+from .cutting import Cut, Staying, cuts, ways_to_count
+from .observing import ENTER, GRADED, LEAVE, Observed, observe
 
 
 class GraphStage(nn.Module):
@@ -161,7 +160,25 @@ class GraphStages(list[GraphStage]):
 
     def counted(self, profile: Profile) -> list[Profile]:
         """Return a profile by all ways to count what passes several cuts."""
-        return [counted_by(profile, way) for way in self._staying]
+        return [_counted(profile, way) for way in self._staying]
+
+
+def _counted(profile: Profile, way: Staying) -> Profile:
+    """Return a profile in which what stays is counted once, with the input."""
+    stages = []
+    for group, stage in zip(profile.groups, profile.costs.stages, strict=True):
+        here = way.at[group[-1]] if group[-1] < len(way.at) else 0
+        here = min(here, stage.output_bytes)
+        stages.append(
+            replace(
+                stage,
+                output_bytes=stage.output_bytes - here,
+                tape_bytes=stage.tape_bytes - here,
+            )
+        )
+    costs = profile.costs
+    input_bytes = costs.input_bytes + way.nbytes
+    return replace(profile, costs=replace(costs, stages=tuple(stages), input_bytes=input_bytes))
 
 
 def _copy_of(graph: fx.GraphModule) -> fx.GraphModule:

@@ -10,7 +10,7 @@ from math import ceil
 
 from torch import fx
 
-from .recorded import Observed, Recorded
+from .observing import Observed
 
 # Of what a model makes for its gradient: what is large between two cuts, and its parts.
 _LARGE, _PART = 1 / 4, 1 / 16
@@ -33,16 +33,10 @@ class Cut:
     passing: tuple[fx.Node, ...]
 
 
-def _places(recorded: Recorded | Observed) -> Iterator[Cut]:
+def _places(observed: Observed) -> Iterator[Cut]:
     """Yield every place between calls; but the last, which only the output comes after."""
-    skipped = (
-        ("get_attr", "output")
-        if isinstance(recorded, Recorded)
-        else ("get_attr", "output", "placeholder")
-    )
-    nodes = [node for node in recorded.graph.nodes if node.op not in skipped]
-    if isinstance(recorded, Observed):
-        nodes = [*recorded.inputs, *nodes]
+    skipped = ("get_attr", "output", "placeholder")
+    nodes = [*observed.inputs, *(n for n in observed.graph.nodes if n.op not in skipped)]
     place = {node: number for number, node in enumerate(nodes)}
     end = len(nodes)
     last_use = {
@@ -53,68 +47,63 @@ def _places(recorded: Recorded | Observed) -> Iterator[Cut]:
     for number, node in enumerate(nodes):
         for dead in ending.pop(number, ()):
             del live[dead]
-        if last_use[node] > number and not recorded.values[node].is_mode:
+        if last_use[node] > number and not observed.values[node].is_mode:
             live[node] = None
             ending.setdefault(last_use[node], []).append(node)
         if node.op != "placeholder" and number + 1 < end:
             yield Cut(node, tuple(live))
 
 
-def _wanting(recorded: Recorded | Observed, cut: Cut) -> list[fx.Node]:
-    return [node for node in cut.passing if recorded.values[node].wants]
+def _wanting(observed: Observed, cut: Cut) -> list[fx.Node]:
+    return [node for node in cut.passing if observed.values[node].wants]
 
 
-def _possible(recorded: Recorded | Observed, cut: Cut) -> bool:
-    """Whether a cut falls outside of modes, and not between a call and parts of its result."""
-    known = recorded.values[cut.node]
-    return (
-        known.modes is None
-        and not known.closed
-        and not any(recorded.values[node].in_parts for node in cut.passing)
+def _possible(observed: Observed, cut: Cut) -> bool:
+    """Whether a cut is allowed, and what passes it is tensors and numbers."""
+    return not observed.values[cut.node].closed and not any(
+        observed.values[node].is_opaque for node in cut.passing
     )
 
 
-def cuts(recorded: Recorded | Observed) -> list[Cut]:
+def cuts(observed: Observed) -> list[Cut]:
     """Return where a graph is cut, in order.
 
     Wherever a single tensor passes that takes part in the gradient; and inside
     of what is large between two such places (U-Nets, dense blocks, biases that
     all layers share), where the fewest bytes pass.
     """
-    places = list(_places(recorded))
-    made = list(accumulate(_made_bytes(recorded, place.node) for place in places))
+    places = list(_places(observed))
+    made = list(accumulate(_made_bytes(observed, place.node) for place in places))
     total = made[-1] if made else 0
     order = {place.node: number for number, place in enumerate(places)}
     chosen: list[int] = []
     start, begun = 0, 0
     for number, place in enumerate(places):
-        single = _wanting(recorded, place) == [place.node] and _possible(recorded, place)
+        single = _wanting(observed, place) == [place.node] and _possible(observed, place)
         if single or number == len(places) - 1:
             within = [_PART * total, made[number] - begun]
             if within[1] > _LARGE * total and number - start >= _FEW:
                 inner = [
                     n
                     for n in range(start, number)
-                    if _possible(recorded, places[n])
-                    and not _written_beyond(recorded, places[n], n, order)
+                    if _possible(observed, places[n])
+                    and not _written_beyond(observed, places[n], n, order)
                 ]
-                chosen += _evenly(recorded, places, made, inner, begun, *within)
+                chosen += _evenly(observed, places, made, inner, begun, *within)
             if single:
                 chosen.append(number)
             start, begun = number + 1, made[number]
     return [places[number] for number in chosen]
 
 
-def _written_beyond(
-    recorded: Recorded | Observed, cut: Cut, number: int, order: dict[fx.Node, int]
-) -> bool:
+def _written_beyond(observed: Observed, cut: Cut, number: int, order: dict[fx.Node, int]) -> bool:
     """Whether what passes a cut is written to after it: its stages would be joined again."""
-    writers = [recorded.written.get(key) for key in _storages(recorded, cut.passing)]
+    writers = [observed.written.get(key) for key in _storages(observed, cut.passing)]
     return any(w is not None and order.get(w, len(order)) > number for w in writers)
 
 
 def _evenly(
-    recorded: Recorded | Observed,
+    observed: Observed,
     places: list[Cut],
     made: list[int],
     candidates: list[int],
@@ -129,34 +118,34 @@ def _evenly(
     for piece in range(1, pieces):
         at = begun + piece * step
         near = [
-            n for n in candidates if abs(made[n] - at) <= step / 2 and _wanting(recorded, places[n])
+            n for n in candidates if abs(made[n] - at) <= step / 2 and _wanting(observed, places[n])
         ]
         if near:
-            best = min(near, key=lambda n: (passing_bytes(recorded, places[n]), abs(made[n] - at)))
+            best = min(near, key=lambda n: (passing_bytes(observed, places[n]), abs(made[n] - at)))
             if not found or best > found[-1]:
                 found.append(best)
     return found
 
 
-def _made_bytes(recorded: Recorded | Observed, node: fx.Node) -> int:
+def _made_bytes(observed: Observed, node: fx.Node) -> int:
     """Return the bytes of the new storages that a node's result lies in, for its gradient."""
-    known = recorded.values[node]
+    known = observed.values[node]
     return known.nbytes if known.wants and known.is_new else 0
 
 
-def _storages(recorded: Recorded | Observed, nodes: Iterable[fx.Node]) -> dict[object, int]:
+def _storages(observed: Observed, nodes: Iterable[fx.Node]) -> dict[object, int]:
     """Return the bytes of the storages that some values lie in, but those of parameters."""
-    values = [(node, recorded.values[node]) for node in nodes]
+    values = [(node, observed.values[node]) for node in nodes]
     return {
         v.storage.cdata: v.nbytes
         for node, v in values
-        if v.storage is not None and (v.storage.cdata in recorded.made or node.op == "placeholder")
+        if v.storage is not None and (v.storage.cdata in observed.made or node.op == "placeholder")
     }
 
 
-def passing_bytes(recorded: Recorded | Observed, cut: Cut) -> int:
+def passing_bytes(observed: Observed, cut: Cut) -> int:
     """Return the bytes of what passes a cut."""
-    return sum(_storages(recorded, cut.passing).values())
+    return sum(_storages(observed, cut.passing).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +168,7 @@ class Staying:
     at: tuple[int, ...]
 
 
-def ways_to_count(recorded: Recorded | Observed, cuts: Sequence[Cut]) -> list[Staying]:
+def ways_to_count(observed: Observed, cuts: Sequence[Cut]) -> list[Staying]:
     """Return ways to count what passes several cuts.  No plan by any of them exceeds its limit.
 
     Either all of it is counted once, all the time, as it is in plain training; or
@@ -187,32 +176,21 @@ def ways_to_count(recorded: Recorded | Observed, cuts: Sequence[Cut]) -> list[St
     where few states are kept.
     """
     most = len(cuts) + 1
-    found = [_staying(recorded, cuts, least) for least in (2, max(4, most // 4), most)]
+    found = [_staying(observed, cuts, least) for least in (2, max(4, most // 4), most)]
     return list(dict.fromkeys(found))
 
 
-def _staying(recorded: Recorded | Observed, cuts: Sequence[Cut], least: int) -> Staying:
+def _staying(observed: Observed, cuts: Sequence[Cut], least: int) -> Staying:
     """Count once what passes at least so many cuts."""
-    at = [_storages(recorded, cut.passing) for cut in cuts]
+    at = [_storages(observed, cut.passing) for cut in cuts]
     times = Counter(key for storages in at for key in storages)
     kept = {
         k: n
         for storages in at
         for k, n in storages.items()
-        if times[k] >= least or k not in recorded.made  # which is the caller's, all the time
+        if times[k] >= least or k not in observed.made  # which is the caller's, all the time
     }
     return Staying(
-        sum(n for k, n in kept.items() if k in recorded.made),
+        sum(n for k, n in kept.items() if k in observed.made),
         tuple(sum(kept.get(k, 0) for k in storages) for storages in at),
     )
-
-
-def why_uncut(recorded: Recorded | Observed) -> str:
-    """Return why a graph has no cuts."""
-    crossing = [(cut, wanting) for cut in _places(recorded) if (wanting := _wanting(recorded, cut))]
-    closed = "".join(f"; {path} is called whole: it {why}" for path, why in recorded.closed.items())
-    if not crossing:
-        some = any(value.wants for value in recorded.values.values())
-        why = "it has a single operation" if some else "nothing in it requires a gradient"
-        return why + closed
-    return "no place between its calls can be cut" + closed

@@ -8,11 +8,13 @@ the run takes the memory of a run without gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.amp import autocast_mode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError
@@ -21,8 +23,6 @@ from ..environment.copies import cloned
 from ..environment.scope import Scope
 from ..measurement.saved import Saved
 from ..tensors.meter import storages_of
-from .recorded import Observed, Value
-from .storages import storage_of
 
 ENTER: Callable[..., object] = autocast_mode._enter_autocast
 LEAVE: Callable[..., object] = autocast_mode._exit_autocast
@@ -31,6 +31,70 @@ _PLAIN = (
     *(bool, int, float, complex, str, type(None)),
     *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+
+
+@dataclass(slots=True)
+class Value:
+    """What is known of the value of a node.
+
+    Attributes
+    ----------
+    wants : bool
+        Whether it takes part in the gradient.
+    nbytes : int
+        Of its storage.
+    storage : StorageWeakRef or None
+    is_new : bool
+        Whether nothing before it lies in that storage.
+    is_opaque : bool
+        Whether it is no plain tensor or number, which no state holds.
+    is_mode : bool
+        Whether it is a context that was entered, and is entered again in each stage.
+    is_effect : bool
+        Whether its call changes something that is no tensor.
+    closed : bool
+        Whether no cut may follow.
+    """
+
+    wants: bool = False
+    nbytes: int = 0
+    storage: StorageWeakRef | None = None
+    is_new: bool = False
+    is_opaque: bool = False
+    is_mode: bool = False
+    is_effect: bool = False
+    closed: bool = False
+
+
+@dataclass(slots=True)
+class Observed:
+    """A captured graph, and what a run of it showed.
+
+    Attributes
+    ----------
+    graph : fx.Graph
+    inputs : list of fx.Node
+        The placeholders that are no parameters and buffers.
+    values : dict
+        What is known of each node.
+    made : set
+        Storages that the graph makes.
+    written : dict
+        The last node that writes to a storage.
+    modes : dict
+        What is entered after a node: whether gradients are on, and calls of autocast.
+    returned : dict
+        Places of arguments that the captured graph returned, by their places in its result;
+        the graph that was observed no longer does.
+    """
+
+    graph: fx.Graph
+    inputs: list[fx.Node]
+    values: dict[fx.Node, Value]
+    made: set[object]
+    written: dict[object, fx.Node]
+    modes: dict[fx.Node, tuple[bool, tuple[fx.Node, ...]]] = field(default_factory=dict)
+    returned: dict[int, int] = field(default_factory=dict)
 
 
 def observe(graph: fx.GraphModule, arguments: Sequence[object], own: Sequence[bool]) -> Observed:
@@ -172,7 +236,7 @@ class _Observer(fx.Interpreter):
             if not any(_wrapped(t) for t in tensors)
             else 0,
         )
-        known.in_parts = not isinstance(result, (Tensor, *_PLAIN)) or any(
+        known.is_opaque = not isinstance(result, (Tensor, *_PLAIN)) or any(
             _wrapped(t) for t in tensors
         )
         plain = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
@@ -180,13 +244,21 @@ class _Observer(fx.Interpreter):
         known.is_effect = acts and (not plain or not any(leaf is not None for leaf in leaves))
         if id(result) in self._own:
             self.same[n] = self._own[id(result)]
-        if isinstance(result, Tensor) and not known.in_parts:
+        if isinstance(result, Tensor) and not known.is_opaque:
             known.storage = storage = storage_of(result)
             if storage is not None and storage.cdata not in self._known:
                 known.is_new = True
                 self._known[storage.cdata] = storage  # or its address might be used again
                 if n.op not in ("placeholder", "get_attr"):
                     self.made.add(storage.cdata)
+
+
+def storage_of(tensor: Tensor) -> StorageWeakRef | None:
+    """Return a weak reference to a tensor's storage, None if it has none."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (RuntimeError, NotImplementedError):  # sparse
+        return None
 
 
 _wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor

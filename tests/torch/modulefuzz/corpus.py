@@ -14,18 +14,8 @@ CORPUS: dict[str, Case] = {
     "other parameters between forward and backward": Case(
         14, "sequential", ("GroupNorm", "Dense"), wants=True, between=("assign",)
     ),
-    "another memory between forward and backward": Case(
-        1, "to_chain", ("Dense",) * 3, memory=0.7, frozen=True, between=("data",)
-    ),
     "a parameter written to in forward": Case(
         2, "sequential", ("Renormalised", "Dense"), memory=0.85, steps=2, call="functional"
-    ),
-    "optional arguments": Case(4, "to_chain", ("Dense", "Dense"), memory=0.7, optional=True),
-    "a buffer of the root counted in forward": Case(
-        15, "to_chain", ("Grouped", "Dense", "Conv", "BatchNorm"), 0.3, steps=2, root=True
-    ),
-    "a hook on a tensor inside": Case(
-        26, "to_chain", ("Positions", "HookedGradient", "Dense"), memory=0.7, steps=2
     ),
     "own generators": Case(67, "sequential", ("OwnNoise", "Dense", "Dense"), memory=0.7),
     "draws that begin late": Case(52, "unroll", ("LateDraw",), wants=True, chunk=1, length=5),
@@ -40,9 +30,6 @@ CORPUS: dict[str, Case] = {
     ),
     "state that profiling moves and nothing puts back": Case(
         2067, "sequential", ("Hidden", "Dense"), check="error"
-    ),
-    "a class that counts calls": Case(
-        20, "to_chain", ("ClassCounter", "Dense"), check="error", memory=0.7
     ),
     "reentrant checkpoint in a cell": Case(2050, "unroll", ("Reentrant",), chunk=3),
     "sparse gradients of a cell": Case(2072, "unroll", ("Sparse",), chunk=3),

@@ -17,7 +17,7 @@ from torch import nn
 
 from . import ingredients
 
-FRONTS = ("sequential", "to_chain", "unroll", "offload")
+FRONTS = ("sequential", "unroll", "offload")
 TAME = (
     "Dense",
     "Residual",
@@ -370,15 +370,14 @@ def wrap(model: Any, x: Tensor) -> Any:
     return run
 """
     else:
-        stages = "mst.to_chain(model, x)" if case.front == "to_chain" else "stages_of(model)"
         wrap = f"""
 def wrap(model: Any, x: Tensor) -> Any:
     for memory in ({case.memory}, 0.75, 0.9):
         try:
-            return mst.Sequential({stages}, x, memory=memory, check={case.check!r})
+            return mst.Sequential(stages_of(model), x, memory=memory, check={case.check!r})
         except BudgetError:
             continue
-    return mst.Sequential({stages}, x, check={case.check!r})
+    return mst.Sequential(stages_of(model), x, check={case.check!r})
 """
     call = CALLS[case.call]
     if case.front == "offload":
