@@ -9,7 +9,7 @@ from .cascade import CascadeStore as CascadeStore
 from .compressed import CompressedStore as CompressedStore
 from .files import FileStore as FileStore
 from .memory import MemoryStore as MemoryStore
-from .numa import NumaStore as NumaStore
+from .memory import NumaStore as NumaStore
 from .remote import RemoteStore as RemoteStore
 from .urls import open_store as open_store
 from .wrapper import WrapperStore as WrapperStore

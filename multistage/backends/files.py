@@ -1,22 +1,115 @@
-"""Files as a slow tier: a private folder, three engines, no leftovers."""
+"""Files as a slow tier: a private folder, three engines, no leftovers.
+
+`AioFiles` is the portable engine, one plain file per extent, for systems and filesystems where
+the others do not work.  Each background thread runs an event loop of its own.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+import threading
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from .. import native
 from ..errors import ArgumentError, StoreError
-from ..states.layout import Layout
+from ..states.layout import Array, Layout
 from ..support.interrupts import Shield
-from .aio import AioFiles
 from .carrier import Carrier
 from .direct import DirectFile
 from .medium import Medium
 from .native import NativeFile
 from .private import PrivateFolder
 from .streamed import StreamedStore
+
+if TYPE_CHECKING:
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+
+class AioFiles:
+    """Extents as files named by their number, in a private folder.
+
+    Parameters
+    ----------
+    folder : Path
+    dir_fd : int or None
+        `folder` itself, if it is open: its name is not looked up again then.
+    """
+
+    def __init__(self, folder: Path, *, dir_fd: int | None = None) -> None:
+        import asyncio
+        from concurrent.futures import ThreadPoolExecutor
+
+        import aiofiles
+
+        self._new_loop, self._new_threads = asyncio.new_event_loop, ThreadPoolExecutor
+        self._open = aiofiles.open
+        self._folder = folder if dir_fd is None else Path()
+        self._opener = partial(_private, dir_fd=dir_fd)
+        self._loops: dict[int, tuple[asyncio.AbstractEventLoop, ThreadPoolExecutor]] = {}
+
+    def begin(self, slot: int, nbytes: int) -> None:
+        """Do nothing: `write` makes a file, or another one of what the number meant before."""
+
+    def free(self, slot: int) -> None:
+        """Do nothing: the file is written over."""
+
+    def write(self, slot: int, offset: int, data: Array) -> None:
+        """Write a part of an extent; the file is made at its beginning."""
+        self._run(self._write(self._folder / f"{slot}", offset, data))
+
+    def read(self, slot: int, data: Array) -> None:
+        """Read the start of an extent."""
+        self._run(self._read(self._folder / f"{slot}", data))
+
+    def _run(self, work: object) -> None:
+        thread = threading.get_ident()
+        if thread not in self._loops:
+            loop, threads = self._new_loop(), self._new_threads(1)
+            loop.set_default_executor(threads)
+            self._loops[thread] = loop, threads
+        self._loops[thread][0].run_until_complete(work)  # type: ignore[arg-type]
+
+    async def _write(self, path: Path, offset: int, data: Array) -> None:
+        mode: Literal["r+b", "wb"] = "r+b" if offset else "wb"
+        # Unbuffered: Python's buffers try again without end where nothing is taken.
+        async with self._open(path, mode, buffering=0, opener=self._opener) as file:
+            await file.seek(offset)
+            view = memoryview(data)  # type: ignore[arg-type]
+            while view:
+                done = await file.write(view)
+                if not done:
+                    raise OSError(errno.EIO, "the file took no more bytes")
+                view = view[done:]
+
+    async def _read(self, path: Path, data: Array) -> None:
+        async with self._open(path, "rb", buffering=0, opener=self._opener) as file:
+            view = memoryview(data)  # type: ignore[arg-type]
+            while view:
+                done = await file.readinto(view)
+                if not done:
+                    raise OSError(errno.EIO, "the file ends before the checkpoint does")
+                view = view[done:]
+
+    def close(self) -> None:
+        """End the loops and their threads."""
+        # By hand: asyncio's own way takes another thread, of which there may be
+        # none, and may not be gone where a loop runs, as in a notebook.
+        for loop, threads in self._loops.values():
+            threads.shutdown()
+            loop.close()
+        self._loops.clear()
+
+
+def _private(path: str, flags: int, dir_fd: int | None) -> int:
+    # What is there in place of our file is not followed if it is a link, and
+    # not waited for if it is a pipe.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=dir_fd)
+
 
 Engine = Literal["auto", "native", "direct", "aiofiles"]
 ENGINES: tuple[Engine, ...] = ("auto", "native", "direct", "aiofiles")

@@ -28,8 +28,8 @@ from enum import Enum
 from ..states.layout import Array
 from .arena import pages
 from .extents import Room
+from .lanes import Mover
 from .medium import Medium, is_full
-from .mover import Mover
 
 _FAILURES = 3  # in a row, then nothing more is moved that way
 _SPARE_PART = 4  # extents go down from when less than this part is free: writes seldom wait

@@ -14,8 +14,7 @@ from .base import Store
 from .cascade import CascadeStore
 from .compressed import CompressedStore
 from .files import FileStore, available_engines
-from .memory import MemoryStore
-from .numa import NumaStore
+from .memory import MemoryStore, NumaStore
 from .remote import RemoteStore
 from .streamed import StreamedStore
 

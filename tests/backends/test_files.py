@@ -20,9 +20,8 @@ import pytest
 from leaks import descriptors
 
 from multistage.backends import CheckpointLost, FileStore
-from multistage.backends.aio import AioFiles
 from multistage.backends.direct import DirectFile
-from multistage.backends.files import available_engines
+from multistage.backends.files import AioFiles, available_engines
 from multistage.errors import ArgumentError, CheckpointWarning, SlowWarning, StoreError
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier

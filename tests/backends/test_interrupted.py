@@ -38,8 +38,10 @@ _PACKAGE = Path(multistage.__file__).parent
 
 # Of the store those functions that hand extents to a carrier, or are told of them.
 _STORE = {
-    "traffic.py": {"poll", "_wait_for", "_wait", "_queue_write", "_wrote", "cancel", "ended"},
-    "landings.py": {"queue", "landed"},
+    "traffic.py": {
+        *("poll", "_wait_for", "_wait", "_queue_write", "_wrote", "cancel", "ended"),
+        *("_queue_read", "_landed"),
+    },
 }
 _FILES = {"carrier.py", "lanes.py", "native.py"}
 

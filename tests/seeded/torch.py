@@ -13,7 +13,7 @@ torch/test_pinned.py
 - self._placed(arrays)[0], sources=sources)
 + self._placed(arrays)[0])
 
-torch/test_pinned.py in torch/tiers/pinned_memory.py
+torch/test_pinned.py in torch/tiers/copies.py
 - left -= nbytes
 + left -= count * size
 

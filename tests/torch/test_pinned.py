@@ -24,10 +24,10 @@ from multistage.backends.testing import FaultyStore, check_store
 from multistage.errors import ArgumentError, BudgetError, CheckpointWarning
 from multistage.states.layout import Layout
 from multistage.torch.tensors.streams import HostStreams
-from multistage.torch.tiers import pinned_memory
+from multistage.torch.tiers import copies
 from multistage.torch.tiers.by_name import open_tiers
+from multistage.torch.tiers.copies import growth
 from multistage.torch.tiers.pinned import PinnedStore
-from multistage.torch.tiers.pinned_memory import growth
 
 CPU = torch.device("cpu")
 
@@ -234,7 +234,7 @@ def test_a_state_that_is_waited_for_comes_up_into_memory_that_is_not_taken_yet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The tier below is full and no slot is free, but another block of memory can be taken."""
-    monkeypatch.setattr(pinned_memory, "_FIRST_SLOTS", 4)  # blocks of 4 and 1
+    monkeypatch.setattr(copies, "_FIRST_SLOTS", 4)  # blocks of 4 and 1
     size = 1 << 12
     store = PinnedStore(5 * size, CPU, MemoryStore(2 * size, buffer_bytes=0))
     store.open(Layout.of((_line(0, size),)))
@@ -560,4 +560,23 @@ def test_a_tier_below_that_cannot_be_closed_does_not_keep_the_store(
         store.close()
     store.open(layout)
     assert store.put(1, [torch.zeros(64, dtype=torch.uint8)], block=True)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [
+        (["pinned:"], "memory"),
+        (["pinned:1MiB", "memory:"], "memory>memory"),
+        (["pinned:1MiB > memory:2MiB > memory:"], "memory>memory>memory"),
+        (["pinned:", "memory:"], "pinned+memory"),
+    ],
+)
+def test_states_of_any_size_on_the_host_lie_in_plain_memory(names: list[str], name: str) -> None:
+    store = open_tiers(names, CPU, varied=True)
+    assert store is not None and store.name == name
+    store.open(Layout.up_to(100_000))
+    for key, length in enumerate((99_000, 3, 40_000)):
+        assert store.put(key, [np.full(length, key, np.uint8)], block=True)
+    assert [int(store.get(key)[0].sum()) for key in (2, 1)] == [80_000, 3]
     store.close()

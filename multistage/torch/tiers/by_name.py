@@ -64,7 +64,7 @@ def open_tiers(
     below = open_store(found[0]) if found else None
     if pinned and varied and below is None:
         return MemoryStore(capacity)
-    if pinned and varied and capacity is not None and is_level(below):
+    if pinned and varied and capacity is not None and is_level(below) and below.exact:
         return CascadeStore(MemoryStore(capacity), below)
     if pinned:
         return PinnedStore(capacity, device, below).as_store()

@@ -21,8 +21,7 @@ from ...errors import ArgumentError, StoreError
 from ...states.layout import Array, Layout
 from ...support.interrupts import Shield, whole
 from ..tensors.streams import CopyFailed, Streams, streams_for, the_device
-from .copies import Copies, Entry
-from .pinned_memory import PinnedMemory, require_slots, slots_in
+from .copies import Copies, Entry, PinnedMemory, require_slots, slots_in
 from .shuttle import SPARE, Shuttle
 
 

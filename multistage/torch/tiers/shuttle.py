@@ -22,10 +22,9 @@ import numpy as np
 import torch
 
 from ...backends.base import Store
-from ...backends.mover import Mover
+from ...backends.lanes import Mover
 from ..tensors.streams import CopyFailed, Streams
-from .copies import Entry
-from .pinned_memory import PinnedMemory, Slot
+from .copies import Entry, PinnedMemory, Slot
 
 SPARE = 3  # slots kept free for the next states, where a tier below takes the oldest
 
