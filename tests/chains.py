@@ -6,6 +6,7 @@ the same order in memory, as the same step: stricter than equal gradients.
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -145,3 +146,19 @@ def store_all(name: str, n: int, adjoint: int = 1) -> tuple[bytes, int]:
 def raw(state: Any) -> bytes:
     """Return the bytes of a state."""
     return b"".join(array.tobytes() for array in optree.tree_leaves(state))
+
+
+def with_copies(chain: Any, state: Any, adjoint: Any, n: int) -> Any:
+    """Return the adjoint with every state or tape kept as a deep copy."""
+    tapes = []
+    state = copy.deepcopy(state)
+    for i in range(n):
+        if chain.state_is_tape:
+            tapes.append(copy.deepcopy(state))
+            state = chain.advance(state, i, i + 1)
+        else:
+            state, tape = chain.tape(state, i)
+            tapes.append(copy.deepcopy(tape))
+    for i in reversed(range(n)):
+        adjoint = chain.reverse(tapes[i], adjoint, i)
+    return adjoint

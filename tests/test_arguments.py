@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -25,45 +26,11 @@ from multistage.support.units import parse_bytes
 STRANGE = st.one_of(
     st.sampled_from(
         [
-            None,
-            True,
-            False,
-            0,
-            -1,
-            3.5,
-            -0.0,
-            1e308,
-            5e-324,
-            math.inf,
-            -math.inf,
-            math.nan,
-            10**400,
-            -(10**400),
-            1 << 62,
-            1 << 63,
-            "",
-            "1ms",
-            "3.5 slots",
-            "-5 slots",
-            "9" * 400,
-            "9" * 6000,
-            "9" * 6000 + " slots",
-            "nan",
-            "²",
-            b"7",
-            (),
-            [1, 2],
-            {},
-            {1},
-            object,
-            1j,
-            np.float32(2.5),
-            np.int64(7),
-            np.uint8(3),
-            np.bool_(True),
-            np.float64("nan"),
-            np.datetime64("NaT"),
-            np.array([1.0, 2.0]),
+            *(None, True, False, 0, -1, 3.5, -0.0, 1e308, 5e-324, math.inf, -math.inf, math.nan),
+            *(10**400, -(10**400), 1 << 62, 1 << 63, b"7", (), [1, 2], {}, {1}, object, 1j),
+            *("", "1ms", "3.5 slots", "-5 slots", "9" * 400, "9" * 6000, "9" * 6000 + " slots"),
+            *("nan", "²", np.float32(2.5), np.int64(7), np.uint8(3), np.bool_(True)),
+            *(np.float64("nan"), np.datetime64("NaT"), np.array([1.0, 2.0])),
         ]
     ),
     st.floats(),
@@ -75,32 +42,15 @@ CHAIN = StageCosts.uniform(4, Stage("layer", 1.0, 2.0, 10, 30), 10)
 ONE_STEP = [Tape(0), EndForward(), Reverse(0)]
 
 
+def given_to(made: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the class of an object, and the arguments that make it."""
+    return type(made), {field.name: getattr(made, field.name) for field in fields(made)}
+
+
 ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "Tier": (
-        Tier,
-        {
-            "name": "file",
-            "write_s": 1.0,
-            "read_s": 1.0,
-            "write_overhead_s": 0.0,
-            "read_overhead_s": 0.0,
-            "capacity_states": 4,
-            "queue_depth": 2,
-        },
-    ),
-    "Costs": (
-        Costs,
-        {
-            "forward_step_s": 1.0,
-            "reverse_step_s": 2.0,
-            "tape_step_s": 1.0,
-            "state_bytes": 10,
-            "tape_bytes": 10,
-            "tiers": (),
-            "action_s": 0.0,
-        },
-    ),
-    "Budget": (Budget, {"bytes": None, "slots": None}),
+    "Tier": given_to(COSTS.tiers[0]),
+    "Costs": given_to(COSTS),
+    "Budget": given_to(Budget(slots=3)),
     "Budget.parse": (Budget.parse, {"given": "3 slots"}),
     "Costs.from_json": (Costs.from_json, {"text": COSTS.to_json()}),
     "StageCosts.from_json": (StageCosts.from_json, {"text": CHAIN.to_json()}),
@@ -108,24 +58,13 @@ ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "parse_bytes": (parse_bytes, {"text": "3 MiB"}),
     "plan": (
         plan,
-        {
-            "costs": COSTS,
-            "memory": "3 slots",
-            "n_steps": 9,
-            "planner": "revolve",
-            "buffer_bytes": 0,
-        },
+        {"costs": COSTS, "memory": "3 slots", "n_steps": 9, "planner": "revolve"}
+        | {"buffer_bytes": 0},
     ),
     "plan_chain": (
         plan_chain,
-        {
-            "costs": CHAIN,
-            "memory": 0.9,
-            "planner": "optimal",
-            "resolution": 50,
-            "threads": 1,
-            "segments": None,
-        },
+        {"costs": CHAIN, "memory": 0.9, "planner": "optimal", "resolution": 50, "threads": 1}
+        | {"segments": None},
     ),
     "smallest_memory": (multistage.smallest_memory, {"costs": CHAIN, "planner": "optimal"}),
     "memory_curve": (
@@ -144,25 +83,10 @@ ENTRIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         check,
         {"schedule": ONE_STEP, "n_steps": 1, "slots": 0, "tape_slots": 1.0, "tier_slots": None},
     ),
-    "Jitter": (Jitter, {"sigma": 0.1, "spike_probability": 0.1, "spike_factor": 2.0}),
+    "Jitter": given_to(Jitter(0.1, 0.1, 2.0)),
     "Jitter.parse": (Jitter.parse, {"text": "spikes:0.1,2"}),
-    "StageCosts": (
-        StageCosts,
-        {"stages": CHAIN.stages, "input_bytes": 10, "input_gradient_bytes": 0},
-    ),
-    "Stage": (
-        Stage,
-        {
-            "name": "conv",
-            "forward_s": 1.0,
-            "backward_s": 1.0,
-            "output_bytes": 10,
-            "tape_bytes": 10,
-            "gradient_bytes": 10,
-            "forward_overhead_bytes": 0,
-            "spared_s": 0.0,
-        },
-    ),
+    "StageCosts": given_to(CHAIN),
+    "Stage": given_to(CHAIN.stages[0]),
 }
 DOCUMENTED = (ArgumentError, ScheduleError)
 

@@ -1,6 +1,6 @@
 """Who owns what: states, tapes and adjoints stay as they were, or the run says what is wrong.
 
-The oracle keeps deep copies of every state and tape.
+The oracle, `chains.with_copies`, keeps deep copies of every state and tape.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import optree
 import pytest
 from borrowed import borrowed
 from chains import digest as crc
+from chains import with_copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,24 +43,13 @@ def told(tree: Any, adjoint: Any, step: int) -> Any:
 
 
 def oracle(chain: Any, state: Any, adjoint: Any, n: int = N) -> Any:
-    """Return the adjoint with every state or tape kept as a deep copy."""
-    tapes = []
-    state = copy.deepcopy(state)
-    for i in range(n):
-        if chain.state_is_tape:
-            tapes.append(copy.deepcopy(state))
-            state = chain.advance(state, i, i + 1)
-        else:
-            state, tape = chain.tape(state, i)
-            tapes.append(copy.deepcopy(tape))
-    for i in reversed(range(n)):
-        adjoint = chain.reverse(tapes[i], adjoint, i)
-    return adjoint
+    return with_copies(chain, state, adjoint, n)
 
 
 def reversed_by(chain: Any, state: Any, adjoint: Any, n: int = N, slots: int = 3) -> Any:
+    """Return the adjoint of a Revolve schedule; without slots, of one that keeps every tape."""
     executor: Executor[Any, Any] = Executor(chain, ())
-    executor.forward(revolve_schedule(slots, n), state)
+    executor.forward(revolve_schedule(slots, n) if slots else store_all_schedule(n), state)
     return executor.reverse(adjoint)
 
 
@@ -578,9 +568,9 @@ def _read(tape: Any, adjoint: int, i: int) -> int:
 @pytest.mark.parametrize("n", [1, 6])
 def test_dataclasses_are_copied_where_they_share_memory(wrap: Any, n: int) -> None:
     chain = InPlaceChain(_grow, _read, _taping(wrap))
-    executor: Executor[Any, Any] = Executor(chain, ())
-    executor.forward(store_all_schedule(n), np.linspace(0, 1, 4))
-    assert executor.reverse(1) == oracle(chain, np.linspace(0, 1, 4), 1, n)
+    assert reversed_by(chain, np.linspace(0, 1, 4), 1, n, 0) == oracle(
+        chain, np.linspace(0, 1, 4), 1, n
+    )
 
 
 def _pointer(x: Any) -> Any:
@@ -618,9 +608,8 @@ def test_tapes_that_cannot_be_copied_are_refused(name: str) -> None:
     for tape in (wrap, lambda x: (np.zeros(2), [wrap(x)])):
         chain = InPlaceChain(_grow, _read, _taping(tape))
         for made in (chain, Blocks(chain, 2, 6)):
-            executor: Executor[Any, Any] = Executor(made, ())
             with pytest.raises(StateError, match=f"the tape of step 0 holds a .*{name}.* {why}"):
-                executor.forward(store_all_schedule(3), np.linspace(0, 1, 4))
+                reversed_by(made, np.linspace(0, 1, 4), 1, 3, 0)
 
 
 def test_opaque_tapes_of_their_own_are_held() -> None:
@@ -633,9 +622,7 @@ def test_opaque_tapes_of_their_own_are_held() -> None:
 
     chain = InPlaceChain(_grow, read, _taping(copied))
     state = np.linspace(0, 1, 4)
-    executor: Executor[Any, Any] = Executor(chain, ())
-    executor.forward(store_all_schedule(5), state)
-    executor.reverse(1)
+    reversed_by(chain, state, 1, 5, 0)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -655,9 +642,8 @@ def test_an_operator_that_overwrites_a_tape_it_returned_is_seen(in_place: bool) 
         else FunctionChain(lambda x, i: np.sin(x), _read, tape)
     )
     for made in (chain, Blocks(chain, 3, 6)):
-        executor: Executor[Any, Any] = Executor(made, ())
         with pytest.raises(StateError, match="to a tape that is held"):
-            executor.forward(store_all_schedule(2), np.linspace(0, 1, 4))
+            reversed_by(made, np.linspace(0, 1, 4), 1, 2, 0)
         assert work.flags.writeable
 
 
@@ -686,9 +672,7 @@ def test_views_in_tapes_are_copied_unless_they_are_the_states(in_place: bool) ->
 
     chain: Any = InPlaceChain(forward, read, tape) if in_place else FunctionChain(step, read, tape)
     expected = oracle(chain, np.linspace(0, 1, 4), 1, 7)
-    executor: Executor[Any, Any] = Executor(chain, ())
-    executor.forward(store_all_schedule(7), np.linspace(0, 1, 4))
-    assert executor.reverse(1) == expected
+    assert reversed_by(chain, np.linspace(0, 1, 4), 1, 7, 0) == expected
 
 
 def test_a_tape_container_that_is_used_again() -> None:
@@ -699,9 +683,9 @@ def test_a_tape_container_that_is_used_again() -> None:
         return tapes[1], tapes
 
     chain = FunctionChain(lambda x, i: np.sin(x), told, tape)
-    executor: Executor[Any, Any] = Executor(chain, ())
-    executor.forward(store_all_schedule(7), np.linspace(0, 1, 4))
-    assert executor.reverse(1) == oracle(chain, np.linspace(0, 1, 4), 1, 7)
+    assert reversed_by(chain, np.linspace(0, 1, 4), 1, 7, 0) == oracle(
+        chain, np.linspace(0, 1, 4), 1, 7
+    )
 
 
 def test_an_adjoint_step_may_overwrite_its_tape() -> None:
@@ -711,9 +695,7 @@ def test_an_adjoint_step_may_overwrite_its_tape() -> None:
 
     chain = FunctionChain(lambda x, i: np.sin(x), reverse, lambda x, i: (np.sin(x), np.cos(x)))
     start, seed = np.linspace(0, 1, 4), np.ones(4)
-    executor: Executor[Any, Any] = Executor(chain, ())
-    executor.forward(store_all_schedule(5), start)
-    assert np.array_equal(executor.reverse(seed), oracle(chain, start, seed, 5))
+    assert np.array_equal(reversed_by(chain, start, seed, 5, 0), oracle(chain, start, seed, 5))
     assert seed.tolist() == [1] * 4
 
 
@@ -849,9 +831,7 @@ def test_an_adjoint_step_may_return_what_operators_make_again(
     if blocks:
         chain = Blocks(chain, 2, N)
         n = chain.n_blocks
-    executor: Executor[Any, Any] = Executor(chain, ())
-    executor.forward(revolve_schedule(slots, n), start.copy())
-    found = executor.reverse(copy.deepcopy(adjoint))
+    found = reversed_by(chain, start.copy(), copy.deepcopy(adjoint), n, slots)
     assert [a.tolist() for a in found] == [a.tolist() for a in expected]
 
 
@@ -878,9 +858,7 @@ def test_an_adjoint_in_a_dataclass_that_refers_to_its_state(in_place: bool) -> N
     plain = FunctionChain(lambda x, i: np.sin(x + i), reverse)
     expected = oracle(plain, start := np.linspace(0.1, 1, 4), Carried(np.zeros(4), np.zeros(4)))
     chain: Any = InPlaceChain(forward, reverse) if in_place else FunctionChain(step, reverse)
-    executor: Executor[Any, Any] = Executor(chain, ())
-    executor.forward(revolve_schedule(2, N), start)
-    found = executor.reverse(Carried(np.zeros(4), np.zeros(4)))
+    found = reversed_by(chain, start, Carried(np.zeros(4), np.zeros(4)), N, 2)
     assert found.total.tolist() == expected.total.tolist()
 
 
