@@ -162,23 +162,20 @@ def _segments_for(planner: str, segments: int | None) -> int | None:
 
 
 def _tier_for(planner: str, tiers: Tier | str | Sequence[Tier | str] | None) -> Tier | None:
-    rates = _first_tier(tiers)
-    if rates is not None and planner != "optimal":
+    if tiers is None:
+        return None
+    if not isinstance(tiers, Tier | str):
+        if not isinstance(tiers, Sequence) or not tiers:
+            raise ArgumentError(
+                f"tiers={shown(tiers)} must be a Tier, a text such as 'write=2GB/s,read=1GB/s', "
+                "or a sequence of them, the fastest first"
+            )
+        tiers = tiers[0]
+    rates = Tier.parse(tiers).in_bytes()
+    if planner != "optimal":
         raise ArgumentError(f"tiers go with planner 'optimal', not {planner!r}")
-    if rates is not None:
-        require_core()
+    require_core()
     return rates
-
-
-def _first_tier(tiers: Tier | str | Sequence[Tier | str] | None) -> Tier | None:
-    if tiers is None or isinstance(tiers, Tier | str):
-        return None if tiers is None else Tier.parse(tiers).in_bytes()
-    if not isinstance(tiers, Sequence) or not tiers:
-        raise ArgumentError(
-            f"tiers={shown(tiers)} must be a Tier, a text such as 'write=2GB/s,read=1GB/s', "
-            "or a sequence of them, the fastest first"
-        )
-    return Tier.parse(tiers[0]).in_bytes()
 
 
 def smallest_memory(
