@@ -33,6 +33,7 @@ from multistage.backends.medium import Ram
 from multistage.backends.streamed import StreamedStore
 from multistage.execute.executor import Executor
 from multistage.execute.late import Late
+from multistage.execute.metered import Metered
 from multistage.model.tier import Tier
 from multistage.reversing import unequal, uniform
 from multistage.states.layout import Array, Layout
@@ -242,6 +243,7 @@ class Swept:
     steps: int
     waited_s: float
     late: str
+    writes: int
 
 
 class Problem:
@@ -317,7 +319,7 @@ class Problem:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        """Have executors look at the virtual clock, and tiers of unequal steps not be measured."""
+        """Have steps timed by the virtual clock, and tiers of unequal steps not be measured."""
         if self.real:
             yield
             return
@@ -327,27 +329,39 @@ class Problem:
             mock.patch.object(uniform, "Executor", made),
             mock.patch.object(unequal, "Executor", made),
             mock.patch.object(unequal, "measured_rates", lambda *_: rates),
+            mock.patch.object(unequal, "Metered", partial(Metered, clock=self._clock)),
         ):
             yield
 
     def swept(self, case: Case, *, tier: bool = True) -> Swept:
         """Run one sweep."""
-        at, store, start = int(case.place * self.n), self._store(), np.linspace(0, 1, self.sizes[0])
-        self._slow_at = (at, -1) if case.forward else (self.n, self.n - at)
-        self._slow_rate = self._throttled.rate = self.planned
+        (found,) = self.sweeps([case], tier=tier)
+        return found
+
+    def sweeps(self, cases: Sequence[Case], *, tier: bool = True) -> Iterator[Swept]:
+        """Run sweeps of one reversal, each on a tier that is as fast as planned at first."""
+        store, start = self._store(), np.linspace(0, 1, self.sizes[0])
         with self._timed(), self._reversal(store, tier=tier) as run:
+            self._throttled.rate = self.planned
             run.prepare(start.copy())
-            self._slow_rate = self.planned / min(case.slower, 1e9)
-            self._forward, self._steps, began = True, 0, self._clock()
-            run.forward(start)
-            self._forward = False
-            if not case.forward and not case.place:
-                self._throttled.rate = self._slow_rate
-            gradient = run.reverse(np.ones(self.sizes[-1]))
-            seconds, counts = self._clock() - began, run.report().counts
+            for case in cases:
+                yield self._one(run, case, start)
             self._throttled.rate = np.inf
-        waited_s = counts.stall_s if self.real else self._throttled.waited_s
-        return Swept(seconds, gradient.tobytes(), self._steps, waited_s, counts.late)
+
+    def _one(self, run: Reversal[Any, Any], case: Case, start: Array) -> Swept:
+        at = int(case.place * self.n)
+        self._slow_at = (at, -1) if case.forward else (self.n, self.n - at)
+        self._throttled.rate, self._slow_rate = self.planned, self.planned / min(case.slower, 1e9)
+        waited_s = 0.0 if self.real else self._throttled.waited_s
+        self._forward, self._steps, began = True, 0, self._clock()
+        run.forward(start)
+        self._forward = False
+        if not case.forward and not case.place:
+            self._throttled.rate = self._slow_rate
+        gradient = run.reverse(np.ones(self.sizes[-1]))
+        seconds, counts = self._clock() - began, run.report().counts
+        waited_s = counts.stall_s if self.real else self._throttled.waited_s - waited_s
+        return Swept(seconds, gradient.tobytes(), self._steps, waited_s, counts.late, counts.writes)
 
 
 def cases(slower: Sequence[float] = SLOWER) -> Iterator[Case]:

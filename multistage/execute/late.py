@@ -116,6 +116,12 @@ class Late:
         sweep.stalled(began)
         return None
 
+    def slowed(self, tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+        """Return tiers, that which was left no faster than what was waited for."""
+        tier, name = self._moved.tier, "write_s" if self._moved.is_write else "read_s"
+        slower = replace(tiers[tier], **{name: max(getattr(tiers[tier], name), self._took_s)})
+        return (*tiers[:tier], slower, *tiers[tier + 1 :])
+
     def _refused(self, sweep: Sweep, action: Offer) -> Iterable[Action] | None:
         """Return what is left to do without the tiers, if writes have been late for long.
 
@@ -144,6 +150,7 @@ class Late:
     def _left(self, sweep: Sweep, action: Wait | Offer, since: float) -> Iterable[Action] | None:
         """Return what is left to do without the tiers, None to wait: then that cannot be."""
         moved, waited_s = self._elsewhere.moved(action), sweep.clock() - since
+        took_s = max(waited_s, self._elsewhere.behind_s() if moved.is_write else 0.0)
         waited = f", after {waited_s:.3g} s of waiting for it," if waited_s >= _LEAST_S else ""
         told = (
             f"tier {moved.name!r} was late: from the {moved} on{waited} the sweep went on without "
@@ -152,6 +159,7 @@ class Late:
         actions = self.course.leave(action, sweep)
         if actions is not None:
             self.why = sweep.counts.late = told
+            self._moved, self._took_s = moved, took_s
         sweep.stalled(since)
         return actions
 

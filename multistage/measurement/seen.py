@@ -11,6 +11,28 @@ from ..schedule.timeline import Timeline
 
 # A plan is made again when what it rests on has changed by this factor.
 _DRIFT = 1.3
+_MOST_LEFT_OUT = 64
+
+
+class LeftOut:
+    """When a tier that plans leave out is used again: after 1, 2, 4, ... 64 sweeps without it.
+
+    Then one is planned for the rates from before; should the tier be late still, that costs a
+    share of one sweep.
+    """
+
+    def __init__(self) -> None:
+        self._sweeps, self._pause = 0, 1
+
+    def ended(self, *, used: bool, late: bool) -> bool:
+        """Note a sweep that has ended; return whether the next is to use the tier again."""
+        self._sweeps = 0 if used else self._sweeps + 1
+        if used and not late:
+            self._pause = 1
+        if self._sweeps < self._pause:
+            return False
+        self._sweeps, self._pause = 0, min(_MOST_LEFT_OUT, 2 * self._pause)
+        return True
 
 
 def seen_costs(costs: Costs, timeline: Timeline, counts: Counts) -> Costs:

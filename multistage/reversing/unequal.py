@@ -29,6 +29,7 @@ from ..execute.executor import Executor, Resumed
 from ..execute.late import Late, Stages
 from ..execute.ledger import Counts
 from ..execute.metered import LargerThanPlanned, Metered, Seen, of_chain
+from ..measurement.seen import LeftOut
 from ..model.chain import Chain
 from ..model.costs import Costs
 from ..model.stages import StageCosts
@@ -136,6 +137,8 @@ class Unequal(Generic[State, Adjoint]):
         self._opened, self._bars, self._checked = opened, bars, given.checked
         self._store: Store | None = given.first_store
         self._rates: Tier | None = None
+        self._first_rates: Tier | None = None
+        self._left_out = LeftOut()
         if self._store is not None:
             require_core()
         if self._store is not None and one_tape(chain):
@@ -236,7 +239,7 @@ class Unequal(Generic[State, Adjoint]):
         if store is not None and len(costs.stages) <= MOST_STREAMED:
             require_room(store, costs)
             if self._rates is None:
-                self._rates = measured_rates(store, probe_bytes(costs))
+                self._rates = self._first_rates = measured_rates(store, probe_bytes(costs))
             rates = bounded(self._rates, store, costs)
         self.chain_plan, self.stale = chain_plan(costs, room, self._planner, rates), False
         written = sum(isinstance(action, Put) for action in self.chain_plan.actions)
@@ -350,11 +353,15 @@ class Unequal(Generic[State, Adjoint]):
     def _learn(self, n_steps: int, timeline: Timeline) -> StageCosts:
         """Return what the sweep that has ended has shown; plan the next one by it."""
         seen = self.metered.seen.costs(n_steps, self._chain)
-        if self.tier is not None and self._rates is not None:
-            rates = seen_rates(self._rates, timeline)
-            if self.late is not None and self.late.why:
-                assert isinstance(self.late.course, Stages)
+        if self._rates is not None:
+            rates = self._rates if self.tier is None else seen_rates(self._rates, timeline)
+            is_late = self.late is not None and bool(self.late.why)
+            if is_late:
+                assert self.late is not None and isinstance(self.late.course, Stages)
                 rates = self.late.course.slowed(rates)
+            if self._left_out.ended(used=self.tier is not None, late=is_late):
+                assert self._first_rates is not None
+                rates = self._first_rates
             if rates is not self._rates:
                 self._rates, self.stale = rates, True
         if self._n_steps is not None:

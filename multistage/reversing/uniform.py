@@ -26,7 +26,7 @@ from ..execute.metered import Metered
 from ..measurement.chain import GUESSED_RATIO, measure, sample, starting
 from ..measurement.compression import choose_compression
 from ..measurement.driver import action_seconds, with_driver
-from ..measurement.seen import drifted, seen_costs
+from ..measurement.seen import LeftOut, drifted, seen_costs
 from ..measurement.store import probe_store
 from ..model.budget import Budget
 from ..model.chain import Chain
@@ -86,6 +86,9 @@ class Uniform(Generic[State, Adjoint]):
         self._looked = False  # at the step times of the first sweep
         self._first: FirstSteps[State, Adjoint] | None = None  # whose costs are not known
         self._needs_executor = True
+        self._late: Late | None = None  # of the last sweep
+        self._left_out = LeftOut()
+        self._first_tiers: tuple[Tier, ...] = ()  # before a sweep corrected them
 
     def prepare(
         self, state: State, executor: Executor[State, Adjoint] | None, *, sweeps: bool = False
@@ -148,6 +151,7 @@ class Uniform(Generic[State, Adjoint]):
             if executor is not None:
                 executor.abort()  # a sweep in progress still holds the caller's arrays
             self._layout, self.plan, self._needs_executor = layout, None, True
+            self._first_tiers = ()
             self._opened.close_stores()
             self.costs = None if given.costs is None else _of_states(given.costs, layout)
         if given.durable is not None:
@@ -365,7 +369,8 @@ class Uniform(Generic[State, Adjoint]):
         if not given.stores or costs is None or self.resumed is not None:
             return None
         tape = given.chain.state_is_tape
-        return Late(EqualSteps(given.n_steps, self._slots, costs.tiers, tape))
+        self._late = Late(EqualSteps(given.n_steps, self._slots, costs.tiers, tape))
+        return self._late
 
     def _made_executor(self, costs: Costs) -> Executor[State, Adjoint]:
         given = self._arguments
@@ -414,9 +419,14 @@ class Uniform(Generic[State, Adjoint]):
         if self._arguments.n_steps is None:
             drawn = self.in_hindsight(n_steps)
         assert drawn is not None
-        if self.resumed is None:
+        if self.resumed is None and self._arguments.agreement is None:
             seen = seen_costs(self.costs, timeline, counts)
-            if self._arguments.agreement is None and drifted(self.costs, seen):
+            if self._late is not None and self._late.why:
+                seen = replace(seen, tiers=self._late.slowed(seen.tiers))
+            self._first_tiers = self._first_tiers or self.costs.tiers
+            if self._left_out.ended(used=counts.writes > 0, late=bool(counts.late)):
+                seen = replace(seen, tiers=self._first_tiers)
+            if drifted(self.costs, seen):
                 self.costs, self._stale = seen, True
         return drawn
 

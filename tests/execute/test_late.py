@@ -233,6 +233,18 @@ def test_writes_that_go_on_take_no_more_than_their_slots(slower: float, place: f
     assert row["late"] and row["steps"] <= 1.2 * row["no_tier_steps"]
 
 
+@pytest.mark.parametrize("kind", ["equal", pytest.param("unequal", marks=by_table)])
+def test_a_tier_that_was_left_is_used_again(kind: str) -> None:
+    """Plans that leave it out do so for 1, 2, 4, ... sweeps; others see its rates."""
+    problem, late = late_tier.Problem(kind), late_tier.Case(math.inf, True, 0.0)
+    alone = problem.swept(late, tier=False)
+    swept = list(problem.sweeps([late] * 8 + [replace(late, slower=1.0)] * 8))
+    assert {each.gradient for each in swept} == {alone.gradient}
+    assert max(each.seconds for each in swept) <= 1.25 * alone.seconds
+    assert any(not each.writes for each in swept)
+    assert swept[0].late and not swept[-1].late and swept[-1].steps == problem.n
+
+
 @by_table
 def test_unequal_steps_go_on_beside_writes_that_do_not_stop() -> None:
     problem, case = late_tier.Problem("unequal", gives_up=False), late_tier.Case(50.0, True, 0.0)
