@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -14,25 +15,26 @@ _DRIFT = 1.3
 _MOST_LEFT_OUT = 64
 
 
-class LeftOut:
-    """When a tier that plans leave out is used again: after 1, 2, 4, ... 64 sweeps without it.
+def leaving_out() -> Callable[[bool, bool], bool]:
+    """Return what tells when a tier that plans leave out is used again.
 
-    Then one is planned for the rates from before; should the tier be late still, that costs a
-    share of one sweep.
+    `ended(used, late)` notes a sweep that has ended, and answers whether the next is to use the
+    tier again: after 1, 2, 4, ... 64 sweeps without it.  That one is planned for the rates from
+    before; should the tier be late still, it costs a share of one sweep.
     """
+    sweeps, pause = 0, 1
 
-    def __init__(self) -> None:
-        self._sweeps, self._pause = 0, 1
-
-    def ended(self, *, used: bool, late: bool) -> bool:
-        """Note a sweep that has ended; return whether the next is to use the tier again."""
-        self._sweeps = 0 if used else self._sweeps + 1
+    def ended(used: bool, late: bool) -> bool:
+        nonlocal sweeps, pause
+        sweeps = 0 if used else sweeps + 1
         if used and not late:
-            self._pause = 1
-        if self._sweeps < self._pause:
+            pause = 1
+        if sweeps < pause:
             return False
-        self._sweeps, self._pause = 0, min(_MOST_LEFT_OUT, 2 * self._pause)
+        sweeps, pause = 0, min(_MOST_LEFT_OUT, 2 * pause)
         return True
+
+    return ended
 
 
 def seen_costs(costs: Costs, timeline: Timeline, counts: Counts) -> Costs:

@@ -29,7 +29,7 @@ from ..execute.executor import Executor, Resumed
 from ..execute.late import Late, Stages
 from ..execute.ledger import Counts
 from ..execute.metered import LargerThanPlanned, Metered, Seen, of_chain
-from ..measurement.seen import LeftOut
+from ..measurement.seen import leaving_out
 from ..model.chain import Chain
 from ..model.costs import Costs
 from ..model.stages import StageCosts
@@ -138,7 +138,7 @@ class Unequal(Generic[State, Adjoint]):
         self._store: Store | None = given.first_store
         self._rates: Tier | None = None
         self._first_rates: Tier | None = None
-        self._left_out = LeftOut()
+        self._left_out = leaving_out()
         if self._store is not None:
             require_core()
         if self._store is not None and one_tape(chain):
@@ -359,7 +359,7 @@ class Unequal(Generic[State, Adjoint]):
             if is_late:
                 assert self.late is not None and isinstance(self.late.course, Stages)
                 rates = self.late.course.slowed(rates)
-            if self._left_out.ended(used=self.tier is not None, late=is_late):
+            if self._left_out(self.tier is not None, is_late):
                 assert self._first_rates is not None
                 rates = self._first_rates
             if rates is not self._rates:

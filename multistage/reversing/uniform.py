@@ -26,7 +26,7 @@ from ..execute.metered import Metered
 from ..measurement.chain import GUESSED_RATIO, measure, sample, starting
 from ..measurement.compression import choose_compression
 from ..measurement.driver import action_seconds, with_driver
-from ..measurement.seen import LeftOut, drifted, seen_costs
+from ..measurement.seen import drifted, leaving_out, seen_costs
 from ..measurement.store import probe_store
 from ..model.budget import Budget
 from ..model.chain import Chain
@@ -87,7 +87,7 @@ class Uniform(Generic[State, Adjoint]):
         self._first: FirstSteps[State, Adjoint] | None = None  # whose costs are not known
         self._needs_executor = True
         self._late: Late | None = None  # of the last sweep
-        self._left_out = LeftOut()
+        self._left_out = leaving_out()
         self._first_tiers: tuple[Tier, ...] = ()  # before a sweep corrected them
 
     def prepare(
@@ -424,7 +424,7 @@ class Uniform(Generic[State, Adjoint]):
             if self._late is not None and self._late.why:
                 seen = replace(seen, tiers=self._late.slowed(seen.tiers))
             self._first_tiers = self._first_tiers or self.costs.tiers
-            if self._left_out.ended(used=counts.writes > 0, late=bool(counts.late)):
+            if self._left_out(counts.writes > 0, bool(counts.late)):
                 seen = replace(seen, tiers=self._first_tiers)
             if drifted(self.costs, seen):
                 self.costs, self._stale = seen, True
