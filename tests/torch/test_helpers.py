@@ -25,7 +25,7 @@ from multistage.torch.environment.holders import OfDict
 from multistage.torch.environment.scope import Scope
 from multistage.torch.environment.snapshots import Snapshot
 from multistage.torch.environment.states import refuse_shared
-from multistage.torch.sequences.chunks import Steps
+from multistage.torch.sequences.costs import Steps
 from multistage.torch.sequences.inputs import InputGradients, Inputs
 from multistage.torch.sequences.results import Collector
 from multistage.torch.tensors.checksums import Checksums, checksum, fingerprint

@@ -34,7 +34,7 @@ from multistage.errors import (
 from multistage.model.tier import Tier
 from multistage.torch.sequences import planning, running, search
 from multistage.torch.sequences.arguments import Settings
-from multistage.torch.sequences.chunks import Steps
+from multistage.torch.sequences.costs import Steps
 from multistage.torch.sequences.search import Unequal, choose
 from multistage.torch.tensors.meter import Meter
 
@@ -508,17 +508,6 @@ def test_a_graph_counts_the_state_before_it_that_leaves() -> None:
                 counted = plan.chain.costs.stages[step].tape_bytes
                 assert step not in held or counted == 1100 + 1000
     assert evicted
-
-
-def test_nothing_is_left_after_a_forward_without_backward(tmp_path: Path) -> None:
-    cells, state, inputs = grid(64)
-    tier = f"file:{tmp_path}?{SMALL}"
-    options: Any = {"memory": "1 MiB", "tiers": tier, "planner": "stream", "chunk": 1}
-    out: Any = mst.unroll(cells, state, inputs, **options)
-    assert list(tmp_path.iterdir())
-    del out
-    gc.collect()
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---------------------------------------------------------------------- plans

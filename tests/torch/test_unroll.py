@@ -485,17 +485,6 @@ def test_autocast() -> None:
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * float(b.abs().max()))
 
 
-def test_without_gradients() -> None:
-    torch.manual_seed(0)
-    cell, h = Plain(), torch.zeros(BATCH, WIDTH)
-    x = torch.randn(10, BATCH, WIDTH)
-    with torch.no_grad():
-        out = mst.unroll(cell, h, x)
-    _, known = by_hand(cell, h, x)
-    assert out.plan is None and out.loss is not None and torch.equal(out.loss, known)
-    assert not out.loss.requires_grad
-
-
 def test_outputs_handed_to_a_function() -> None:
     torch.manual_seed(0)
     cell, state = Noisy(), noisy_state()

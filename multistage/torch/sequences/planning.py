@@ -19,11 +19,11 @@ from ..measurement.checking import Checked
 from ..tensors.states import TensorLayout, kind_of
 from ..tiers.paging import PAGE_BYTES
 from .arguments import Settings
-from .chunks import Steps
 from .costs import (
     KindCost,
     Sample,
     Sampled,
+    Steps,
     beyond_free,
     measured_kind,
     node_bytes,

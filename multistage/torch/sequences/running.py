@@ -35,7 +35,7 @@ from ..tiers.by_name import open_tiers
 from .allowances import Allowance
 from .arguments import Settings
 from .cells import Cells
-from .chunks import Steps
+from .costs import Steps
 from .facts import Facts, run_steps
 from .hooks import looking
 from .inputs import Inputs

@@ -38,8 +38,7 @@ from ...reversing.streamed import (
 )
 from ...support.units import format_bytes
 from .arguments import Settings
-from .chunks import Steps
-from .costs import Sample, keep_bytes
+from .costs import Sample, Steps, keep_bytes
 from .remembered import KNOWN
 from .unroll_plan import UnrollPlan
 
