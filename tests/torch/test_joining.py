@@ -211,7 +211,7 @@ def test_training_is_the_same(memory: float, counts: bool, again: bool) -> None:
     chain = mst.Sequential(make(), sample, memory=memory, costs=_costs(make(), sample))
     ours = _trained(chain, 3, again)
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
-    (known,) = next(iter(chain._multistage.known.values()))
+    known = next(iter(chain._multistage.known.values()))
     assert known.running.joins is not counts  # a counter in the state parts the stages for good
     assert len(stretched(known.stages, known.profile.traits, known.plan.actions)[0]) < 10
 
