@@ -82,7 +82,7 @@ def test_imports_point_one_way(below: str, order: tuple[str, ...]) -> None:
                 if target.startswith(below) and other != place:
                     seen += 1
                     assert rank[other] < rank[place], f"{module} imports {target}, later in order"
-    assert seen > 200
+    assert seen > 150
 
 
 def test_no_circle_of_imports_at_any_depth() -> None:
