@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -190,14 +190,14 @@ class Compiled(InFront):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Return what the model returns."""
-        from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+        from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 
         call: Callable[..., object] = vars(self)["_multistage_call"]
         name = _name_of(vars(self)["_multistage_model"])
         used: Used = vars(self)["_multistage_used"]
         before = used.calls
         try:
-            with _whole_under_ddp():
+            with _strictly():
                 result = call(*args, **kwargs)
         except FailOnRecompileLimitHit as error:
             raise ArgumentError(
@@ -206,7 +206,7 @@ class Compiled(InFront):
                 "to fewer shapes, give compile(dynamic=True), or raise "
                 "torch._dynamo.config.recompile_limit"
             ) from error
-        except Unsupported as error:
+        except (Unsupported, UserError) as error:
             raise ArgumentError(_why_uncaptured(name, error)) from error
         except RuntimeError as error:
             if "no compiled frames" not in str(error):
@@ -338,13 +338,19 @@ def _function_of(model: Callable[..., object]) -> Callable[..., object]:
     return types.FunctionType(code, call.__globals__, "call", None, call.__closure__)
 
 
-def _whole_under_ddp() -> AbstractContextManager[object]:
-    """Keep TorchDynamo from cutting a graph for the buckets of DistributedDataParallel."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return nullcontext()
-    whole: AbstractContextManager[object] = torch._dynamo.config.patch(optimize_ddp=False)
-    return whole
+@contextmanager
+def _strictly() -> Iterator[None]:
+    """Let TorchDynamo guard hooks of modules, and capture whole what DistributedDataParallel runs.
+
+    By default it does not see hooks that modules without any are given after a capture.
+    """
+    config: Any = torch._dynamo.config
+    before = config.skip_nnmodule_hook_guards, config.optimize_ddp
+    config.skip_nnmodule_hook_guards, config.optimize_ddp = False, False
+    try:
+        yield
+    finally:
+        config.skip_nnmodule_hook_guards, config.optimize_ddp = before
 
 
 def _refuse(model: object) -> None:
@@ -387,8 +393,10 @@ def _why_uncaptured(name: str, error: Exception) -> str:
     frames = [f for f in getattr(error, "real_stack", None) or () if f.filename != _FILE]
     where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
     lines = [line.strip() for line in str(getattr(error, "msg", error)).splitlines()]
-    explained = [x for x in lines if x.startswith("Explanation:")]
-    cause = explained[0].removeprefix("Explanation:").strip() if explained else lines[0]
+    explained = [x.removeprefix("Explanation:").strip() for x in lines if "Explanation:" in x]
+    cause = next(filter(None, explained), lines[0])
+    if error.__cause__ is not None and "when running in eager" in str(error):  # which fails too
+        cause = f"{cause.rstrip('.')}: {error.__cause__}"
     return (
         f"{name} cannot be captured whole{where}: {cause.rstrip('.')}; what runs outside of a "
         "graph would be beyond the memory limit: write this line with operations of torch, move "

@@ -335,6 +335,10 @@ FACTS: dict[str, tuple[Extra, Callable[[Any], object]]] = {
         lambda m: setattr(m.blocks[1].linear, "weight", nn.Parameter(torch.ones(WIDTH, WIDTH))),
     ),
     "frozen": (lambda b, y: y, lambda m: m.blocks[0].requires_grad_(False)),
+    "hook": (
+        lambda b, y: y,
+        lambda m: m.blocks[1].linear.register_forward_hook(lambda module, given, y: y * 2),
+    ),
 }
 
 
@@ -387,6 +391,29 @@ def test_a_graph_break_is_refused_with_its_line() -> None:
     for _ in range(2):
         with pytest.raises(ArgumentError, match=r"captured whole at .*test_compiling\.py:\d+ "):
             compiled(batch())
+
+
+def hooked(model: Any) -> Any:
+    model.blocks[1].register_full_backward_hook(lambda module, given, gradients: None)
+    return model
+
+
+def raising(block: Any, y: Tensor) -> Tensor:
+    raise ValueError(f"{len(y)} rows")
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "match"),
+    [
+        (Net(raising), (batch(),), r"test_compiling\.py:\d+ .* ValueError\('32 rows'\)"),
+        (Net(), (), "required positional argument"),
+        (nn.BatchNorm1d(WIDTH, momentum=None), (batch(),), "captured whole at .*data-dependent"),
+        (hooked(Net()), (batch(),), "captured whole at .*backwards hooks"),
+    ],
+)
+def test_a_failed_capture_says_why(model: Any, given: tuple[Tensor, ...], match: str) -> None:
+    with pytest.raises(ArgumentError, match=match):
+        mst.compile(model, memory=0.7)(*given)
 
 
 def test_more_kinds_of_calls_than_torch_compile_allows_are_refused() -> None:
