@@ -162,6 +162,10 @@ def growing(batch: int = 2) -> Case:
     return Attends(), state, torch.randn(12, batch, 6, requires_grad=True)
 
 
+def alike(batch: int = 8) -> Case:
+    return [Normed(6, 6)] * 40, torch.randn(batch, 6, requires_grad=True), None
+
+
 def trees(batch: int = 3) -> Case:
     return [Joined(n + 1) for n in range(7)], [torch.randn(batch, 4, requires_grad=True)], None
 
@@ -173,6 +177,7 @@ CASES: dict[str, Callable[..., Case]] = {
     "curriculum": curriculum,
     "growing": growing,
     "trees": trees,
+    "alike": alike,
 }
 
 
@@ -387,6 +392,11 @@ def test_cells_that_are_one_run_as_equal_steps() -> None:
     cell = Layer(8, 8)
     out = mst.unroll([cell] * 30, torch.randn(4, 8), None, memory="64 KiB", planner="recompute")
     assert out.plan is not None and out.plan.plan is not None and out.plan.chain is None
+
+
+def test_graphs_made_in_the_reverse_sweep_keep_their_buffers() -> None:
+    options: dict[str, Any] = {"chunk": 4, "planner": "recompute", "unequal": True}
+    compare("alike", "last", memory=0.5, **options)
 
 
 def test_a_pair_is_state_and_output_where_trees_differ() -> None:

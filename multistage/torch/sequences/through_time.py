@@ -471,6 +471,8 @@ class ThroughTime:
         roots += [y for _, of_step in again.ys for y in of_step if y.requires_grad]
         for _ in leaves_below(roots, own, parameters, again.begun, self.cells.name, walked):
             pass  # refused when the chunk is reversed, if anybody else holds them
+        if again.repeated:
+            self.around.refuse_statistics(statistics_in(walked.found), *self._steps(k))
         if self.allowance is not None:
             self.allowance.hold(self._steps(k), len(walked.found), roots, again.begun)
         chosen = [i for i, p in enumerate(parameters) if uses(walked.used, p)]
@@ -539,7 +541,7 @@ class ThroughTime:
         below = [t for t, _ in roots]
         walked = Walked()
         unknown += leaves_below(below, own, facts.parameters, again.begun, self.cells.name, walked)
-        if again.repeated:
+        if again.repeated and chosen is None:  # else other chunks have run since, on other buffers
             self.around.refuse_statistics(statistics_in(walked.found), *self._steps(k))
         if chosen is None and self.allowance is not None and not unknown:
             self.allowance.hold(self._steps(k), len(walked.found), below, again.begun)
