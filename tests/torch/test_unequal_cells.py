@@ -852,6 +852,19 @@ def test_values_that_make_graphs_larger_than_planned_are_refused(name: str, plan
     assert gradient is not None and h.grad is not None and torch.equal(gradient, h.grad)
 
 
+@pytest.mark.parametrize("unequal", [False, True])
+def test_nodes_that_are_dropped_at_once_do_not_count_as_held(unequal: bool) -> None:
+    def cell(h: Tensor, x: None) -> Tensor:
+        _ = h.square().mean().sqrt().log()
+        return torch.tanh(h)
+
+    each: Any = {"state": torch.ones(4, 8, requires_grad=True), "n_steps": 40, "unequal": unequal}
+    plan = mst.unroll(cell, inputs=None, memory="1 GiB", **each).plan
+    assert plan is not None
+    tight = mst.unroll(cell, inputs=None, memory=plan.keep_bytes, **each)
+    assert tight.plan is not None and tight.plan.planner == "keep"
+
+
 @pytest.mark.parametrize("how", ["loop", "width"])
 def test_few_values_are_measured_one_by_one(how: str) -> None:
     cell, h = Loops(how), torch.ones(16, 16, requires_grad=True)

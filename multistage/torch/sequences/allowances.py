@@ -72,7 +72,7 @@ class Allowance:
         BudgetError
             If the graphs that are held take the memory beyond the limit.
         """
-        expected, nbytes = self.facts.weight(*steps)
+        expected, nbytes, _ = self.facts.weight(*steps)
         if nodes <= expected and not self.by_values:
             return
         over = graph_weight(roots, begun)[1] - nbytes
@@ -119,7 +119,7 @@ class Allowance:
                 return
             # Outputs are added up or stacked; x_t is taken from a tensor of all.
             of_steps = len(ys) + (isinstance(self.inputs.given, Tensor))
-            expected = self.facts.weight(*steps)[0] + of_steps * self.plan.n_steps
+            expected = self.facts.weight(*steps)[2] + of_steps * self.plan.n_steps
             made = nodes_made() - begun
             if made > _ALIKE * expected:  # a call of a fused module has a few nodes of its own
                 self._require(steps, self.plan.peak_bytes * made // max(1, expected))

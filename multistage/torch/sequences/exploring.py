@@ -19,6 +19,7 @@ from ..environment.captured import Environment
 from ..environment.randomness import Generators
 from ..environment.states import tensors_in
 from ..measurement.checking import Check, complain
+from ..measurement.saved import nodes_made
 from ..tensors.checksums import checksum
 from ..tensors.graphs import Used, Walked, graph_begins, graph_weight, held_elsewhere, leaves_below
 from ..tensors.meter import storages_of
@@ -56,6 +57,7 @@ class Look:
     found : list of Tensor
         Leaves of the graph that were not known.
     weight : (int, int, int)
+    made : int
         See `StepKind`.
     hooked : bool
         Whether the step set hooks on its state.
@@ -74,6 +76,7 @@ class Look:
     buffers: Buffers
     found: list[Tensor]
     weight: tuple[int, int, int]
+    made: int
     x_kinds: tuple[Kind, ...]
     hooked: bool
     used: Used
@@ -157,6 +160,7 @@ class Explorer:
             buffers=(),
             found=[],
             weight=(0, 0, 0),
+            made=0,
             x_kinds=(),
             hooked=False,
             used=set(),
@@ -253,8 +257,10 @@ class Explorer:
         copies: list[Tensor] = [_Copy.apply(t) for t in given]
         versions = [t._version for t in copies]
         saved = Saved([*copies, *self._known, *tensors_in(x)])
+        made = nodes_made()
         with contextlib.nullcontext() if self._unhooked else saved:
             result: Any = cell.call(pytree.tree_unflatten(copies, spec), x)
+        made = nodes_made() - made
         for tensor, version in zip(copies, versions, strict=True):
             if tensor._version != version:
                 raise StateError(
@@ -295,6 +301,7 @@ class Explorer:
             buffers=changed,
             found=found,
             weight=(*graph_weight(roots, begun, [t.grad_fn for t in copies]), saved.nbytes),
+            made=made,
             x_kinds=tuple(kind_of(t) for t in tensors_in(x)),
             hooked=any(t._backward_hooks for t in copies),
             used=walked.used,

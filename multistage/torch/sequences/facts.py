@@ -82,6 +82,8 @@ class StepKind:
     weight : (int, int, int)
         Nodes of a step's graph, bytes of what they return, and bytes of what they save:
         cells that differ in neither code nor parameters may differ here.
+    made : int
+        Nodes that a step makes, those included that are dropped at once.
     parameters : tuple of int
         Those that its graph leads to.
     first : int
@@ -103,6 +105,7 @@ class StepKind:
     graded: bool
     buffers: Buffers
     weight: tuple[int, int, int]
+    made: int
     parameters: tuple[int, ...]
     first: int
     name: str
@@ -163,13 +166,17 @@ class Facts:
         """Return the kind of state t, that before step t or the last."""
         return self.states[self.kind(t - 1).after if t else 0]
 
-    def weight(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the nodes of the graph of some steps, and the bytes of what they return."""
+    def weight(self, start: int, stop: int) -> tuple[int, int, int]:
+        """Return the nodes of the graph of some steps, the bytes of what they return, nodes made.
+
+        More nodes are made than a graph holds where a step computes what it does not return.
+        """
         if not self.equal:
-            each = [self.kind(t).weight for t in range(start, stop)]
-            return sum(one[0] for one in each), sum(one[1] for one in each)
-        count, (nodes, nbytes, _) = -(-(stop - start) // self.looked_at), self.kinds[-1].weight
-        return count * nodes, count * nbytes
+            kinds = [self.kind(t) for t in range(start, stop)]
+            nodes, nbytes = (sum(kind.weight[i] for kind in kinds) for i in (0, 1))
+            return nodes, nbytes, sum(kind.made for kind in kinds)
+        count, kind = -(-(stop - start) // self.looked_at), self.kinds[-1]
+        return count * kind.weight[0], count * kind.weight[1], count * kind.made
 
 
 def run_steps(

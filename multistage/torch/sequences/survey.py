@@ -306,6 +306,7 @@ class Survey:
                 graded=graded,
                 buffers=looked.buffers,
                 weight=looked.weight,
+                made=looked.made,
                 parameters=(),  # known when all are
                 first=len(self.kinds) if self._equal else t,
                 name=self._name(cell, self.states[before], t),
