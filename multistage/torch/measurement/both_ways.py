@@ -122,7 +122,7 @@ class Both:
             inputs = self.inputs()
             # Without a look at gradients nothing that is saved for them is needed.
             with self._forgetting() if look is None else contextlib.nullcontext():
-                output = call(inputs)
+                output = call(_writable(inputs) if self._writes else inputs)
             leaves, spec = pytree.tree_flatten(output)
             found["the structure of the output"] = str(spec)
             if look is not None:

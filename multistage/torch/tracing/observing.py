@@ -174,20 +174,21 @@ class _MissingError(BaseException):
     """A graph differentiates what it computes."""
 
 
-def _copies(arguments: Sequence[object], own: Sequence[bool]) -> list[object]:
+def _copies(arguments: Sequence[object]) -> list[object]:
     """Return arguments that may be written to, parameters without their hooks."""
-    written = [x for x in arguments if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
+    tensors = [x for x in arguments if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
+    written = [x for x in tensors if x.is_leaf]
     known = {id(x): copy for x, copy in zip(written, cloned(written), strict=True)}
 
-    def copy(value: object, is_own: bool) -> object:
+    def copy(value: object) -> object:
         if not isinstance(value, Tensor):
             return value
         fresh = known[id(value)] if id(value) in known else value.detach()
         if fresh.requires_grad != value.requires_grad:
             fresh.requires_grad_(value.requires_grad)
-        return fresh if is_own or value.is_leaf or not value.requires_grad else fresh.view_as(fresh)
+        return fresh if value.is_leaf else fresh.clone()  # no leaf either
 
-    return [copy(value, is_own) for value, is_own in zip(arguments, own, strict=True)]
+    return [copy(value) for value in arguments]
 
 
 class _Observer(fx.Interpreter):
@@ -204,7 +205,7 @@ class _Observer(fx.Interpreter):
 
     def observe(self, arguments: Sequence[object], own: Sequence[bool]) -> None:
         """Run the graph on copies of its arguments."""
-        copies = _copies(arguments, own)
+        copies = _copies(arguments)
         self._own = {id(copies[k]): k for k in reversed(range(len(own))) if own[k]}
         self.run(*copies)
 
