@@ -91,6 +91,8 @@ def _probe_levels(
     arrays: Sequence[object],
     sweep_s: float,
 ) -> Tier:
+    with Opened(lambda: store.open(layout), store.close):
+        pass  # it refuses what its upper level has no room for, which a level by itself may take
     upper, lower = (
         probe_store(level, layout, seconds=seconds / 2, most=most, arrays=arrays, sweep_s=sweep_s)
         for level in store.levels

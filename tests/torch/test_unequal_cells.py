@@ -244,7 +244,6 @@ def compare(name: str, mode: str = "stack", **options: Any) -> mst.Unrolled:
 KEPT = "stack", {"memory": 1.0}
 TIGHT = "last", {"memory": 0.85}
 PAIRS = "sum", {"memory": "300 KiB", "chunk": 2, "planner": "recompute"}
-# Graphs are made in the reverse sweep, and used once other chunks have run on their buffers.
 AGAIN = "last", {"memory": 0.5, "chunk": 4, "planner": "recompute", "unequal": True}
 SINGLY = "stack", {"memory": "300 KiB", "chunk": 1, "planner": "recompute"}
 
@@ -577,8 +576,7 @@ def test_a_curriculum_is_planned_by_its_kinds() -> None:
 
 def test_given_costs_plan_steps_of_any_number_of_kinds() -> None:
     torch.manual_seed(0)
-    cell, x = Attends(), torch.randn(100, 2, 6)
-    state = torch.zeros(0, 2, 6), torch.zeros(2, 6)
+    cell, x, state = Attends(), torch.randn(100, 2, 6), (torch.zeros(0, 2, 6), torch.zeros(2, 6))
     stages = [
         ms.Stage(f"step {t}", 1e-4, 2e-4, n, 4 * n, backward_overhead_bytes=8 * n)
         for t, n in enumerate(range(96, 4896, 48))

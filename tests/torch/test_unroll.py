@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import multistage.torch as mst
-from multistage.backends import MemoryStore
+from multistage.backends import MemoryStore, open_store
 from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError, StoreError
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS
@@ -232,6 +232,8 @@ def test_a_tier_with_room_for_states_only(tmp_path: Path) -> None:
     assert torch.equal(out.loss, by_hand(cell, h, x)[1])
     with pytest.raises(BudgetError, match="4 states"):
         mst.unroll(cell, h, x, memory="60 KiB", tiers=tiers, planner="offload")
+    cascade = Settings(None, ("memory:64KiB > memory:",), None, "auto", False)
+    assert planning._page_tier(open_store(cascade.tiers[0]), torch.device("cpu"), cascade) is None
 
 
 def test_tapes_travel_with_planner_offload(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...backends.base import Store
-from ...errors import ArgumentError, BudgetError
+from ...errors import ArgumentError, BudgetError, StoreError
 from ...model.budget import Budget
 from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
@@ -183,7 +183,7 @@ def _page_tier(store: Store, device: torch.device, settings: Settings) -> Tier |
     layout, key = TensorLayout([blank], ["a page"]), (settings.tiers, device, "page")
     try:
         return KNOWN.tiers.got(key, lambda: tier_of(store, layout, [blank]))
-    except BudgetError:  # room for states, but for no page of tapes
+    except (BudgetError, StoreError):  # room for states, but for no page of tapes
         if settings.planner == "offload":
             raise
         return None
