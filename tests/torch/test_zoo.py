@@ -150,3 +150,5 @@ def test_other_shapes_are_captured_anew() -> None:
         known = plain(**given)["y"]
         torch.manual_seed(rows)
         assert torch.equal(ours(**given)["y"], known)  # type: ignore[index]
+    # The check ends plain runs within a region of autocast, which must not stay open.
+    assert torch.autocast_increment_nesting() == 1 and torch.autocast_decrement_nesting() == 0

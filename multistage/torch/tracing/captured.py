@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..environment.settings import Autocast
 from ..measurement.measure import Profile
 from .cutting import Cut, Staying, cuts, ways_to_count
 from .observing import ENTER, GRADED, LEAVE, Observed, observe
@@ -125,6 +126,8 @@ class GraphStages(list[GraphStage]):
         self._graph, self._returned = graph, observed.returned
         self._inputs = [place for place, is_own in enumerate(own) if not is_own]
         self._staying = ways_to_count(observed, found)
+        entered = [node for node in graph.graph.nodes if node.target is ENTER]
+        self._casts = sorted({str(node.args[0]) for node in entered})
         self._bound: list[object] = []
 
     def bind(self, arguments: Sequence[object]) -> object:
@@ -156,7 +159,22 @@ class GraphStages(list[GraphStage]):
         given: Any = (state,) if len(self._inputs) == 1 else state
         for place, value in zip(self._inputs, given, strict=True):
             arguments[place] = value
-        return self._graph.forward(*arguments)
+        graded, cached = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+        casts = Autocast.capture(self._casts)
+        depth = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        try:
+            return self._graph.forward(*arguments)
+        except BaseException:  # the check, too, ends a run in the middle of an autocast region
+            for _ in range(torch.autocast_increment_nesting() - depth + 1):
+                if not torch.autocast_decrement_nesting():
+                    torch.clear_autocast_cache()
+            for cast in casts:
+                torch.set_autocast_enabled(cast.device_type, cast.enabled)
+                torch.set_autocast_dtype(cast.device_type, cast.dtype)
+            torch.set_autocast_cache_enabled(cached)
+            torch._C._set_grad_enabled(graded)
+            raise
 
     def counted(self, profile: Profile) -> list[Profile]:
         """Return a profile by all ways to count what passes several cuts."""
