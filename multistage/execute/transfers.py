@@ -234,8 +234,8 @@ class Transfers:
                 if start in sweep.held and sweep.held[start] is None:
                     continue
                 # What does not come in the time that the steps take is computed again.
-                patience_s = (step - best) * sweep.counts.forward_s / sweep.counts.forward_steps
-                if not self._stores[tier].arrived(start, max(patience_s, _NAP_S)):
+                step_s = sweep.counts.forward_s / max(1, sweep.counts.forward_steps)  # 0 if resumed
+                if not self._stores[tier].arrived(start, max((step - best) * step_s, _NAP_S)):
                     break
                 arrays = self._fetched(start, tier)
                 if arrays is not None:
