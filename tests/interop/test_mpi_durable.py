@@ -42,7 +42,7 @@ def fake_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", MPI)
     threads = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads  # some of another test may end now
 
 
 def ranks(

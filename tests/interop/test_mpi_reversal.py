@@ -40,7 +40,7 @@ def fake_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     interval, threads = sys.getswitchinterval(), set(threading.enumerate())
     yield
     assert sys.getswitchinterval() == interval
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads  # some of another test may end now
 
 
 def waves(comm: Comm, n: int | None = N, **options: Any) -> tuple[Wave, MPIReversal[Any, Any]]:
