@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.acoustic import Acoustic2D, build, layered, taylor_test
-from multistage import PLANNERS, Blocks, Costs, Reversal, Tier
+from multistage import Blocks, Costs, Reversal, Tier
 
 STEPS = 70
 COSTS = Costs(1e-4, 2e-4, tiers=(Tier("file", 2.5e-4, 2.5e-4),))
@@ -78,35 +78,6 @@ def test_the_gradient_has_a_remainder_of_order_two() -> None:
         assert second[-3:] == pytest.approx([4, 4, 4], rel=0.05)
         wrong = taylor_test(model, 1.01 * gradient, direction, misfit, 6)
         assert wrong[-2][2] / wrong[-1][2] < 3.5  # a gradient 1 % off is seen
-
-
-@pytest.mark.long(but="*-float64-True")
-@pytest.mark.parametrize("taped", [False, True])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_gradients_equal_store_all_bit_for_bit(
-    planner: str, dtype: type[np.floating], taped: bool, tmp_path: Path
-) -> None:
-    model = small(dtype)
-    misfit, expected = store_all(model)
-    slots = STEPS if planner in ("store-all", "periodic", "recursive") else 6
-    costs = COSTS if not taped else Costs(1e-4, 1e-4, 1.1e-4, 2, 1, COSTS.tiers)
-    with Reversal(
-        model.chain(taped),
-        n_steps=STEPS,
-        memory=f"{slots} slots",
-        tiers=f"file:{tmp_path}",
-        planner=planner,
-        costs=costs,
-        checked=True,
-    ) as run:
-        for _ in range(2):
-            model.recorded[...] = np.nan
-            run.forward(model.start())
-            assert model.misfit() == misfit
-            adjoint = run.reverse(model.start_adjoint())
-            assert all(np.array_equal(a, b) for a, b in zip(adjoint, expected, strict=True))
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("taped", [False, True])

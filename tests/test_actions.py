@@ -130,48 +130,6 @@ def test_bad_arguments(n: int, slots: int) -> None:
         check(LEGAL, n, slots)
 
 
-@pytest.mark.parametrize("tail", [None, 40])
-def test_every_deletion_is_caught(tail: int | None) -> None:
-    """A missing action is judged by tokens: luck with times does not make it legal."""
-    n, s = 60, 6
-    costs = Costs(1.0, 2.0, tiers=(Tier(write_s=4.0, read_s=4.0),))
-    static = _as_static(Sweep(s, 4.0, tail, reservation=Reservation(costs)), n)
-    check(static, n, s)
-    for k, gone in enumerate(static):
-        with pytest.raises(ScheduleError):
-            check(static[:k] + static[k + 1 :], n, s)
-            pytest.fail(f"deleting {gone} at {k} was not caught")
-
-
-def _as_static(sweep: Sweep, n: int) -> list[Action]:
-    """Record the schedule as it ran, every accepted offer as a Put."""
-    static: list[Action] = []
-    schedule = sweep.schedule(n)
-    tokens = 0
-    waiting = 0
-    action = next(schedule)
-    try:
-        while True:
-            answer: int | bool | None = None
-            match action:
-                case Offer(step):
-                    if step % 4 == 0 and waiting < 2:
-                        static.append(Put(step))
-                        answer, tokens, waiting = tokens, tokens + 1, waiting + 1
-                case Await():
-                    static.append(action)
-                    answer = True
-                    waiting = max(0, waiting - 1)
-                case Get():
-                    static.append(action)
-                    answer, tokens = tokens, tokens + 1
-                case _:
-                    static.append(action)
-            action = schedule.send(answer)
-    except StopIteration:
-        return static
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     n=st.integers(1, 70),

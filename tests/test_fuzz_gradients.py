@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +13,7 @@ import pytest
 from fuzz_gradients import run_case, simplest
 from fuzzing.cases import PLAYS, Case, draw
 from fuzzing.contents import DTYPES, Leaf, Lender, content, values
-from fuzzing.corpus import CORPUS
+from fuzzing.corpus import CORPUS, REFUSED
 from fuzzing.operators import Operators
 from fuzzing.oracle import store_all
 from signals import ctrl_c_works as ctrl_c_works
@@ -38,7 +39,12 @@ def test_random_cases_are_exact_or_refused(play: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_earlier_failures_pass(name: str, tmp_path: Path) -> None:
-    assert run_case(CORPUS[name], tmp_path).findings == [], str(CORPUS[name])
+    seen = run_case(CORPUS[name], tmp_path)
+    assert seen.findings == [], str(CORPUS[name])
+    wanted = REFUSED.get(name)
+    assert bool(seen.refusals) == (wanted is not None) and bool(seen.outcomes), seen
+    assert all(re.search(str(wanted), message) for message in seen.refusals), seen.refusals
+    assert seen.outcomes["exact"] or wanted is not None
 
 
 def test_a_case_follows_from_its_number() -> None:

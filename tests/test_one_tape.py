@@ -12,7 +12,6 @@ from multistage import PLANNERS, Budget, Reversal
 from multistage.actions import Action, Advance, EndForward, Load, Reverse, Tape
 from multistage.errors import BudgetError, ScheduleError
 from multistage.execute.executor import Executor
-from multistage.interop.pyrevolve import Checkpoint, MemoryRevolver, Operator
 from multistage.model.chain import InPlaceChain
 from multistage.model.costs import NOT_KEPT, Costs
 
@@ -73,36 +72,6 @@ def test_every_planner_is_exact(planner: str) -> None:
                 assert run.reverse(1.0) == by_hand(n), (n, slots)
                 ran += 1
     assert ran >= (20 if planner not in ("store-all", "periodic", "recursive") else 4)
-
-
-@pytest.mark.parametrize("n", range(1, 13))
-def test_the_memory_of_a_revolver_holds_no_second_tape(n: int) -> None:
-    """The documented call of the drop-in; measured costs, so that any planner may win."""
-
-    class State(Checkpoint):
-        dtype, size = np.dtype(float), 3
-
-        def get_data(self, timestep: int) -> list[Any]:
-            return [state]
-
-        get_data_location = get_data
-
-    class Step(Operator):
-        def __init__(self, run: Any) -> None:
-            self.apply = run
-
-    chain, state, gradient = OneTape(), np.linspace(0.1, 1, 3), [1.0]
-
-    def forward(t_start: int, t_end: int) -> None:
-        chain.advance(state, t_start, t_end)
-
-    def backward(t_start: int, t_end: int) -> None:
-        gradient[0] = chain.reverse(None, gradient[0], t_start)
-
-    revolver = MemoryRevolver(State(), Step(forward), Step(backward), None, n, memory="5 slots")
-    revolver.apply_forward()
-    revolver.apply_reverse()
-    assert gradient[0] == by_hand(n)
 
 
 SECOND: dict[str, list[Action]] = {

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multistage import PLANNERS, Costs, Reversal, Tier
-from multistage.backends import FileStore
+from multistage import Costs, Reversal, Tier
 from multistage.demos.lstm import (
     LSTM,
     State,
@@ -67,34 +66,6 @@ def test_gradient_is_that_of_finite_differences(batch: int) -> None:
         parameter[...] = kept
         slope = float((gradients[name] * direction).sum())
         assert slope == pytest.approx((above - below) / (2 * small), rel=1e-6), name
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("planner", sorted(set(PLANNERS) - {"pyrevolve"}))
-def test_gradients_equal_store_all_bit_for_bit(
-    planner: str, dtype: type[np.floating], tmp_path: Path
-) -> None:
-    model = build(STEPS, 12, 2, dtype)
-    expected = store_all(model, STEPS)
-    loss = model.loss
-    # These keep about 2 sqrt(n) states at least, or all of them.
-    slots = STEPS if planner in ("store-all", "periodic") else SLOTS
-    with Reversal(
-        model.chain(),
-        n_steps=STEPS,
-        memory=f"{slots} slots",
-        tiers=FileStore(tmp_path),
-        planner=planner,
-        costs=COSTS,
-        checked=True,
-    ) as run:
-        for _ in range(2):  # a second sweep starts as clean as the first
-            model.clear()
-            run.forward(model.start())
-            run.reverse(model.start())
-            assert model.loss == loss
-            for name, gradient in expected.items():
-                assert np.array_equal(model.gradients[name], gradient), name
 
 
 def test_streams_are_columns_that_predict_the_next_row() -> None:

@@ -127,4 +127,67 @@ CORPUS: dict[str, Case] = {
         _IN_PLACE, play="durable", n=1, leaves=(Leaf("clongdouble", (2, 3)),) * 2
     ),
     "never closed": replace(_TWO, play="dropped", tiers=("memory:?buffers=0",)),
+    "keys of dicts that change their order": replace(
+        _TWO, tree="nested", turns=True, tiers=("memory:?buffers=0",)
+    ),
+    "an adjoint that keeps its state": replace(_IN_PLACE, keeps="given"),
+    "the same of a functional chain": replace(_TWO, keeps="given"),
+    "the same of its tape": replace(_TAPED, keeps="given", slots=20),
+    "an adjoint that keeps copies": replace(_IN_PLACE, keeps="copy"),
+    "the last state as the adjoint, in blocks": replace(
+        _IN_PLACE, begin="last", adjoint="in place", n=9, block=3
+    ),
+    "a view of the last state in the adjoint, with a tier": replace(
+        _IN_PLACE, begin="tree of last", n=9, tiers=("memory:?buffers=0",)
+    ),
+    "None for an adjoint of a tape": replace(_TAPED, none_at=4),
+    "None for the last adjoint in place": replace(_IN_PLACE, none_at=0),
+    "None for an adjoint in a folder": replace(_TWO, none_at=2, play="durable", seed=3),
+    "an operator raises": replace(
+        _TWO, play="fault", fault="error", fault_at=0.5, tiers=("file:{folder}?buffers=0",)
+    ),
+    "an adjoint step raises": replace(_IN_PLACE, play="fault", fault="error", fault_at=0.9),
+    "Ctrl-C in an operator": replace(
+        _TWO, play="fault", fault="Ctrl-C", fault_at=0.5, tiers=("file:{folder}?buffers=0",)
+    ),
+    "an operator of a run of unknown length raises": replace(
+        _TWO, play="fault", fault="error", fault_at=0.2, until=True
+    ),
+    "a forward sweep without its reverse": replace(
+        _TWO, play="dropped", tiers=("file:{folder}?engine=direct&buffers=0",)
+    ),
+}
+
+# What must be refused, and how; every other one ends with the exact gradient alone.
+_SHARES = "the tape of step 4 holds a .*{} that shares memory with the state"
+_RETURNED_NONE = r"the adjoint of step \d returned None"
+REFUSED: dict[str, str] = {
+    "a closure over the live state": _SHARES.format("function"),
+    "a memoryview of the live state": _SHARES.format("memoryview"),
+    "slots with the live state": _SHARES.format("Slotted"),
+    "an array of objects with the live state": _SHARES.format("ndarray"),
+    "an iterator over the live state": _SHARES.format("list_iterator"),
+    "costs without tapes": "but this chain makes tapes; give tape_step_s and tape_bytes",
+    "costs with too small tapes": "takes 4.5 fast slots of the 3 in the budget",
+    "costs with too large states": "takes 4.5 fast slots of the 3 in the budget",
+    "a plan for other tapes": "takes 40.5 fast slots of the 40 in the budget",
+    "two leaves that become one": r"state 1: leaf \[1\] .* is another leaf too",
+    "two leaves that share memory": r"leaf \[1\] was replaced by a view of memory that something",
+    "a leaf that changes its dtype": r"state 1 changed leaf \[1\] from .* float64 to .* float32",
+    "a leaf that changes its shape": r"state 1 changed leaf \[1\] from \(3,\) .* to \(2,\)",
+    "a leaf that becomes a number": r"state 1: leaf \[1\] is float; every leaf must be a plain",
+    "a leaf exchanged for a workspace": r"leaf \[1\] was .* which something else refers to",
+    "a list that grows": "state 1 changed its structure",
+    "a store in two runs": "holds the checkpoints of another run",
+    "a store in two runs, by reference": "holds the checkpoints of another run",
+    "a slot freed under a write": r"Free\(2\) but a write from that slot was not awaited",
+    "a wait left out": "EndForward but the live state is 12, not 13",
+    "None for an adjoint": _RETURNED_NONE,
+    "None for an adjoint in a block": _RETURNED_NONE,
+    "None for an adjoint of a tape": _RETURNED_NONE,
+    "None for the last adjoint in place": _RETURNED_NONE,
+    "None for an adjoint in a folder": _RETURNED_NONE,
+    "a read-only leaf": r"leaf \[0\] is read-only and has changed",
+    "a step that writes to its input is measured": "an operator wrote to a state that a checkpoint",
+    "an adjoint that keeps its state": r"the adjoint of step \d kept a reference to the state",
 }

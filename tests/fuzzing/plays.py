@@ -48,6 +48,7 @@ class Seen:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
 
     def found(self, what: str, case: Case | None = None) -> None:
         """Note what must not be; `case` is another one than that which is told anyway."""
@@ -191,6 +192,7 @@ class Play:
             seen.outcomes[f"raised {name}"] += 1
         elif isinstance(error, MultistageError):
             seen.outcomes[f"refused {name}"] += 1
+            seen.refusals.append(str(error))
             # To find the step that changed the layout, steps run again, and may raise.
             looked_back = isinstance(error, StateError) and error.state is not None
             if raised is not None and not looked_back:
