@@ -28,13 +28,11 @@ with atheris.instrument_imports(include=["multistage"]):
         Kind,
         RunFacts,
         encode,
-        parse_adjoint,
         parse_run,
-        parse_states,
         read_header,
         run_table,
     )
-    from multistage.durable.records import OrderedLayout
+    from multistage.durable.records import OrderedLayout, Records
     from multistage.errors import MultistageError
     from multistage.states.layout import Layout
     from multistage.support.units import parse_bytes
@@ -54,11 +52,10 @@ def durable_file(data: bytes) -> None:
             facts, _ = parse_run(header)
             is_same = replace(facts, package=FACTS.package) == FACTS  # of whatever version
             assert facts.difference(FACTS) is None if is_same else facts.difference(FACTS)
-        case Kind.STATES:
-            steps, checksums = parse_states(header, RECORD_BYTES)
-            assert len(steps) == len(checksums) > 0
-        case Kind.ADJOINT:
-            assert len(parse_adjoint(header)[2]) == 16
+        case Kind.STATES | Kind.ADJOINT:
+            found = Records.of("", header, RECORD_BYTES)
+            assert len(found.steps) == len(found.checksums) > 0
+            assert len(found.given) == (16 if header.kind is Kind.ADJOINT else 0)
 
 
 def forged_file(data: bytes) -> None:

@@ -6,21 +6,22 @@ An adjoint is copied by the computing thread and written by the store's writer.
 from __future__ import annotations
 
 import warnings
+from array import array
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from ..backends.arena import pages
-from ..errors import ArgumentError, CheckpointWarning, StateError
+from ..errors import ArgumentError, CheckpointWarning, StateError, StoreError
 from ..model.chain import Chain
 from ..states.layout import Array
 from .agreement import Pace, Peers
 from .folder import Folder
-from .headers import Kind, adjoint_table, encode
-from .journal import Snapshot, read_adjoint
-from .records import OrderedLayout, checksum_of
+from .headers import BadFile
+from .journal import arrays_in
+from .records import OrderedLayout, Records
 from .store import DurableStore
 
 State = TypeVar("State")
@@ -70,12 +71,12 @@ class Adjoints:
         self._buffer: Array | None = None
         self._safe = 0  # the furthest adjoint on this rank's disk
 
-    def prepare(self, adjoint: object, newest: Snapshot | None, remedy: str) -> None:
+    def prepare(self, adjoint: object, newest: Records | None, remedy: str) -> None:
         """Take the layout of the adjoint that the caller gives.
 
         Parameters
         ----------
-        newest : Snapshot or None
+        newest : Records or None
             The one on disk that the run is resumed from, if any.
         remedy : str
             For the error, if it came from another adjoint.
@@ -86,7 +87,7 @@ class Adjoints:
             If it is no pytree of arrays, or another than the run began with.
         """
         try:
-            layout = cast(OrderedLayout, OrderedLayout.of(adjoint))
+            layout = OrderedLayout.of(adjoint)
         except StateError as error:
             raise ArgumentError(
                 f"a durable run writes the adjoint, which must be a pytree of arrays: {error}"
@@ -96,16 +97,23 @@ class Adjoints:
         if newest is not None and newest.given != given:
             raise ArgumentError(
                 f"the adjoint differs from the one this run was reversed with down to step "
-                f"{newest.step}; give that one, or {remedy}"
+                f"{newest.least}; give that one, or {remedy}"
             )
         self._layout, self._given = layout, given
         size = layout.record_bytes
         self._buffer = pages(size)[:size]
 
-    def restored(self, newest: Snapshot) -> object:
+    def restored(self, newest: Records) -> object:
         """Return an adjoint that is on disk.  Raises StoreError."""
-        assert self._layout is not None
-        return self._layout.state(read_adjoint(self._folder(), self._layout, newest))
+        layout, folder = self._layout, self._folder()
+        assert layout is not None
+        try:
+            return layout.state(arrays_in(folder, layout, newest))
+        except (OSError, BadFile) as error:
+            raise StoreError(
+                f"the adjoint at step {newest.least} in {str(folder.path)!r} cannot be used: "
+                f"{error}; begin again with forward()"
+            ) from error
 
     def begin(self, step: int) -> None:
         """Begin a reverse sweep at `step`, whose adjoint is known to be safe."""
@@ -155,12 +163,11 @@ class Adjoints:
         Then those of steps after `safe` are of no use, the one of all ranks
         (alone: this one), but one of them, in case that is damaged.
         """
-        name = f"adjoint-{step}"
+        folder, steps = self._folder(), array("q", [step])
         try:
-            table = adjoint_table(step, checksum_of([record]), self._given)
-            folder = self._folder()
-            header = encode(Kind.ADJOINT, folder.run, table, len(record))
-            folder.publish(name, [header, record])
+            Records(f"adjoint-{step}", len(record), steps, given=self._given).write(
+                folder, [record]
+            )
             self._safe = step
             if self._peers.size == 1:
                 self._store.release(step)

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from ..errors import MultistageError
+from ..errors import MultistageError, StoreError
 
 T = TypeVar("T")
 
@@ -99,37 +99,23 @@ class Found:
     progress: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """Where all ranks continue.
+def agree(found: Sequence[Found]) -> Found:
+    """Return what all ranks have: where they continue, the same on every rank.
 
-    Attributes
-    ----------
-    begun : bool
-        False if all start again.
-    length : int or None
-        Number of steps, if every rank has the last state.
-    adjoint : int or None
-        Step of the adjoint to continue with, if every rank has one.
-    refusal : str
-        Why the ranks cannot continue together; "" if they can.
-    """
+    Without a `run` all start again, without a `length` they continue the forward sweep, else
+    with the adjoint, if there is one.
 
-    begun: bool = False
-    length: int | None = None
-    adjoint: int | None = None
-    refusal: str = ""
-
-
-def agree(found: Sequence[Found]) -> Agreed:
-    """Return where the ranks continue, the same on every rank.
+    Raises
+    ------
+    StoreError
+        If they cannot continue together, with the reason.
 
     Examples
     --------
     >>> ahead = Found(b"r", length=9, adjoints=(2, 5), progress=True)
     >>> behind = Found(b"r", length=9, adjoints=(5, 7), progress=True)
-    >>> agree([ahead, behind]).adjoint
-    5
+    >>> agree([ahead, behind]).adjoints
+    (5,)
     >>> agree([ahead, Found(b"r", progress=True)]).length is None
     True
     """
@@ -137,27 +123,28 @@ def agree(found: Sequence[Found]) -> Agreed:
     reached = [rank for rank, one in enumerate(found) if one.progress]
     if missing:
         if reached:
-            return Agreed(
-                refusal=f"rank {missing[0]} has no folder of the run that rank {reached[0]} is in "
+            raise StoreError(
+                f"rank {missing[0]} has no folder of the run that rank {reached[0]} is in "
                 "the middle of; bring it back, or remove the run with `multistage clean --force`"
             )
-        return Agreed()
+        return Found()
+    run = found[0].run
     for rank, one in enumerate(found):
-        if one.run != found[0].run:
-            return Agreed(
-                refusal=f"rank {rank} has the folder of another run than rank 0; "
+        if one.run != run:
+            raise StoreError(
+                f"rank {rank} has the folder of another run than rank 0; "
                 "bring the right one back, or remove them with `multistage clean --force`"
             )
     lengths = {one.length for one in found}
     if None in lengths:
-        return Agreed(begun=True)
+        return Found(run)
     if len(lengths) > 1:
-        return Agreed(
-            refusal=f"until= found ends at different steps: {sorted(map(str, lengths))}; it must "
+        raise StoreError(
+            f"until= found ends at different steps: {sorted(map(str, lengths))}; it must "
             "answer alike on every rank; remove the run with `multistage clean --force`"
         )
     common = set.intersection(*(set(one.adjoints) for one in found))
-    return Agreed(True, found[0].length, min(common, default=None))
+    return Found(run, found[0].length, tuple(sorted(common)[:1]))
 
 
 class Pace:

@@ -34,8 +34,7 @@ import os
 import re
 import socket
 import struct
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from itertools import chain
@@ -51,8 +50,6 @@ VERSION = 3
 PRELUDE = struct.Struct("<8sII16sQQQQ")
 _SUMMED = PRELUDE.size - 8
 IDENTITY_BYTES = 32
-_ENTRY = struct.Struct("<qQ")
-_GIVEN_BYTES = 16
 # A table this long describes 200 000 states, or a state of 10 000 arrays.
 TABLE_LIMIT = 4 << 20
 # Always as long, so that a rewritten lock is never half of two.
@@ -61,10 +58,6 @@ _HOLDER_BYTES = 192
 
 class BadFile(MultistageError):
     """A file is not what its name says; the message says why."""
-
-
-class OtherVersion(BadFile):
-    """A file of another format version."""
 
 
 class Kind(IntEnum):
@@ -121,16 +114,15 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int) -> Header:
     Raises
     ------
     BadFile
-        If it is no file of ours, not as long as it says, or fails its checksum.
-    OtherVersion
-        If another version of the format wrote it.
+        If it is no file of ours, of another version of the format, not as long as it says,
+        or fails its checksum.
     """
     prelude = read(PRELUDE.size, 0)
     if len(prelude) != PRELUDE.size or prelude[:8] != MAGIC:
         raise BadFile("it is no file of a durable run")
     _, version, kind, run, table_bytes, payload_bytes, _, checksum = PRELUDE.unpack(prelude)
     if version != VERSION:
-        raise OtherVersion(f"it has format version {version}, this package writes {VERSION}")
+        raise BadFile(f"it has format version {version}, this package writes {VERSION}")
     if table_bytes > TABLE_LIMIT:
         raise BadFile(f"its table of {table_bytes} bytes is longer than {TABLE_LIMIT}")
     if PRELUDE.size + table_bytes + payload_bytes != file_bytes:
@@ -145,53 +137,6 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int) -> Header:
         return Header(Kind(kind), run, table, payload_bytes)
     except ValueError:
         raise BadFile(f"it is of unknown kind {kind}") from None
-
-
-# ------------------------------------------------------------------- tables
-
-
-def states_table(steps: Sequence[int], checksums: Sequence[int]) -> bytes:
-    """Return the table of a file of states."""
-    return b"".join(_ENTRY.pack(*entry) for entry in zip(steps, checksums, strict=True))
-
-
-def parse_states(header: Header, record_bytes: int) -> tuple[array[int], array[int]]:
-    """Return the steps and checksums of a file of states of `record_bytes` each.
-
-    Raises
-    ------
-    BadFile
-        If the payload is not that many records.
-    """
-    count, rest = divmod(len(header.table), _ENTRY.size)
-    if header.kind is not Kind.STATES or rest or not count:
-        raise BadFile("it holds no states")
-    if header.payload_bytes != count * record_bytes:
-        raise BadFile(f"its {count} states are not of {record_bytes} bytes")
-    steps, checksums = array("q"), array("Q")
-    for step, checksum in _ENTRY.iter_unpack(header.table):
-        steps.append(step)
-        checksums.append(checksum)
-    return steps, checksums
-
-
-def adjoint_table(step: int, checksum: int, given: bytes) -> bytes:
-    """Return the table of an adjoint at `step`; `given` is a digest of the first one."""
-    return _ENTRY.pack(step, checksum) + given
-
-
-def parse_adjoint(header: Header) -> tuple[int, int, bytes]:
-    """Return the step and checksum of an adjoint, and the digest of the one it came from.
-
-    Raises
-    ------
-    BadFile
-        If it is no adjoint.
-    """
-    if header.kind is not Kind.ADJOINT or len(header.table) != _ENTRY.size + _GIVEN_BYTES:
-        raise BadFile("it holds no adjoint")
-    step, checksum = _ENTRY.unpack_from(header.table)
-    return step, checksum, header.table[_ENTRY.size :]
 
 
 # ----------------------------------------------------------------- the run

@@ -16,50 +16,82 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import xxhash
-
 from ..backends.arena import pages
 from ..errors import StoreError
+from ..model.costs import Costs
 from ..states.layout import Array
 from ..version import __version__
 from .agreement import Peers
-from .folder import LAST, SYSTEMS, Folder
-from .headers import BadFile, Kind, RunFacts, encode, parse_adjoint, states_table
-from .records import OrderedLayout, checksum_of
-from .store import Batch, batch_in
+from .folder import LAST, RUN, SYSTEMS, Folder
+from .headers import BadFile, RunFacts, parse_run
+from .records import OrderedLayout, Records
 
-_CHUNK = 4 << 20
 CLEAN = "multistage clean --force"  # removes a run that is not complete
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """An adjoint on the disk.
+class Journal:
+    """What a folder holds of a run; records of states are not read, nor is the last state.
 
     Attributes
     ----------
-    name : str
-        Of its file.
-    step : int
-        Steps from here on are reversed.
-    given : bytes
-        Digest of the adjoint the sweep began with.
-    checksum : int
-        Of its record.
-    offset, file_bytes : int
-        Where the record begins, where the file ends.
+    run : bytes
+        Number of the run.
+    facts : RunFacts
+    costs : Costs or None
+    last : Records or None
+        The last state.
+    adjoints : tuple of Records
+        Those that pass their checksum, the furthest first; none without the last state.
     """
 
-    name: str
-    step: int
-    given: bytes
-    checksum: int
-    offset: int
-    file_bytes: int
+    run: bytes
+    facts: RunFacts
+    costs: Costs | None
+    last: Records | None
+    adjoints: tuple[Records, ...]
+
+    @classmethod
+    def of(cls, folder: Folder) -> Journal:
+        """Read a folder.  Raises OSError, BadFile if it holds no run."""
+        header = folder.header(RUN)
+        facts, costs = parse_run(header)
+        run, n = header.run, facts.n_steps
+        last = next(_found(folder, LAST, run, facts.record_bytes), None)
+        if last is not None and (last.least == 0 or n not in (last.least, None)):
+            last = None
+        adjoints: list[Records] = []
+        if last is not None:
+            found = _found(folder, "adjoint-", run, None)
+            adjoints = [e for e in found if e.least <= last.least and e.is_intact(folder)]
+        adjoints.sort(key=lambda each: each.least)
+        return cls(run, facts, costs, last, tuple(adjoints))
+
+    @property
+    def n_steps(self) -> int | None:
+        """Steps of the run, None while they are unknown."""
+        return self.last.least if self.last else self.facts.n_steps
+
+    def states(self, folder: Folder) -> Iterator[Records]:
+        """Yield the files of states whose headers are good."""
+        return _found(folder, "states-", self.run, self.facts.record_bytes)
+
+
+def _found(folder: Folder, begin: str, run: bytes, record_bytes: int | None) -> Iterator[Records]:
+    """Yield what a run left in the files whose names begin so; in one record but for states."""
+    for name in folder.names():
+        if not name.startswith(begin):
+            continue
+        try:
+            found = Records.found(folder, name, run, record_bytes)
+        except (OSError, BadFile):
+            continue
+        if len(found.steps) == 1 or begin == "states-":
+            yield found
 
 
 def another_run(folder: Folder, difference: str) -> StoreError:
@@ -109,104 +141,16 @@ def anew(folder: Folder) -> None:
         raise folder.refused(f"what a run left in it cannot be removed: {error}") from error
 
 
-def snapshots(folder: Folder, run: bytes, n_steps: int | None) -> list[Snapshot]:
-    """Return the adjoints in a folder whose headers are good, the furthest first."""
-    found = []
-    for name in folder.names():
-        if not name.startswith("adjoint-"):
-            continue
-        try:
-            header = folder.header(name)
-            step, checksum, given = parse_adjoint(header)
-        except (OSError, BadFile):
-            continue
-        if header.run == run and step >= 0 and (n_steps is None or step <= n_steps):
-            place = header.offset, header.file_bytes
-            found.append(Snapshot(name, step, given, checksum, *place))
-    return sorted(found, key=lambda each: each.step)
-
-
-def intact(folder: Folder, found: Snapshot) -> bool:
-    """Whether an adjoint's record passes its checksum; read piece by piece."""
-    seen = xxhash.xxh3_64()
-    piece = np.empty(_CHUNK, np.uint8)
-    at = found.offset
-    try:
-        while at < found.file_bytes:
-            part = piece[: min(_CHUNK, found.file_bytes - at)]
-            folder.read(found.name, found.file_bytes, at, part)
-            seen.update(part.data)
-            at += len(part)
-    except (OSError, BadFile):
-        return False
-    return int(seen.intdigest()) == found.checksum
-
-
-def last_in(folder: Folder, run: bytes, record_bytes: int, n_steps: int | None) -> Batch | None:
-    """Return the file of the last state, which is not read; None if it is not there.
-
-    Parameters
-    ----------
-    n_steps : int or None
-        The step it must have; None if the length is unknown.
-    """
-    try:
-        found = batch_in(folder, LAST, run, record_bytes)
-    except (OSError, BadFile):
-        return None
-    fits = len(found.steps) == 1 and found.least > 0 and n_steps in (found.least, None)
-    return found if fits else None
-
-
-def read_last(
-    folder: Folder, layout: OrderedLayout, n_steps: int | None
-) -> tuple[int, list[Array]] | None:
-    """Return the step of the last state and its arrays; None if it is not there."""
-    found = last_in(folder, folder.run, layout.record_bytes, n_steps)
-    try:
-        arrays = found and _arrays(folder, layout, found, found.checksums[0])
-    except (OSError, BadFile):
-        return None
-    return (found.least, arrays) if found and arrays else None
-
-
-def _arrays(
-    folder: Folder, layout: OrderedLayout, found: Batch | Snapshot, checksum: int
-) -> list[Array]:
+def arrays_in(folder: Folder, layout: OrderedLayout, found: Records) -> list[Array]:
     """Return the arrays of the one record in a file.  Raises OSError, BadFile."""
-    if found.file_bytes != found.offset + layout.record_bytes:
+    if found.record_bytes != layout.record_bytes:
         raise BadFile("it is not of this layout")
     record = pages(layout.record_bytes, touch=False)[: layout.record_bytes]
-    folder.read(found.name, found.file_bytes, found.offset, record)
+    found.read(folder, 0, record)
     arrays = layout.split(record)
-    if arrays is None or checksum_of([record]) != checksum:
+    if arrays is None:
         raise BadFile("it was changed")
     return layout.unpack(arrays, None)
-
-
-def write_last(folder: Folder, layout: OrderedLayout, last: object, step: int) -> None:
-    """Write the last state; return when it is on the disk.  Raises OSError, StateError."""
-    pieces = layout.parts(layout.pack(layout.arrays(last, "the last state"))[0])
-    table = states_table([step], [checksum_of(pieces)])
-    header = encode(Kind.STATES, folder.run, table, layout.record_bytes)
-    folder.publish(LAST, [header, *pieces])
-
-
-def read_adjoint(folder: Folder, layout: OrderedLayout, found: Snapshot) -> list[Array]:
-    """Return the arrays of an adjoint.
-
-    Raises
-    ------
-    StoreError
-        If it has become unreadable.
-    """
-    try:
-        return _arrays(folder, layout, found, found.checksum)
-    except (OSError, BadFile) as error:
-        raise StoreError(
-            f"the adjoint at step {found.step} in {str(folder.path)!r} cannot be used: {error}; "
-            "begin again with forward()"
-        ) from error
 
 
 def rank_name(rank: int) -> str:

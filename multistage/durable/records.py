@@ -1,21 +1,143 @@
-"""The records of a durable folder: a state or an adjoint as bytes, with its strides."""
+"""The records of a durable folder: a state or an adjoint as bytes, and the files they lie in."""
 
 from __future__ import annotations
 
+import errno
+import struct
+from array import array
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import numpy as np
 import optree
 import xxhash
 
-from ..states.in_place import ArrayStates
 from ..states.layout import SCALAR, Array, Keys, Layout, Packing, Reordered, dicts_in, put_in_order
 from ..states.strides import Geometry, is_sound
+from .folder import Folder
+from .headers import PRELUDE, BadFile, Header, Kind, encode
 
+_CHUNK = 4 << 20
 _ROWS = 1 << 14  # of an array with padding, digested at a time
 # x86's extended precision: ten bytes of a value, in twelve or sixteen.
 _EXTENDED_BYTES = 10
+_ENTRY = struct.Struct("<qQ")
+_GIVEN_BYTES = 16
+_MOST_STEPS = 1 << 48
+
+
+@dataclass(slots=True, eq=False)
+class Records:
+    """The records of one file: some states, the last state, or an adjoint.
+
+    Attributes
+    ----------
+    name : str
+        Of the file.
+    record_bytes : int
+        Of each record.
+    steps, checksums : array
+        Of each record, in the order of the file.
+    given : bytes
+        Of an adjoint: digest of the one that the sweep began with.
+    """
+
+    name: str
+    record_bytes: int
+    steps: array[int]
+    checksums: array[int] = field(default_factory=lambda: array("Q"))
+    given: bytes = b""
+
+    @classmethod
+    def of(cls, name: str, header: Header, record_bytes: int | None = None) -> Records:
+        """Return what a header says of the records below it.
+
+        Parameters
+        ----------
+        record_bytes : int or None
+            That each must have; None if that is unknown.
+
+        Raises
+        ------
+        BadFile
+            If the payload is no such records.
+        """
+        given_bytes = _GIVEN_BYTES if header.kind is Kind.ADJOINT else 0
+        cut = len(header.table) - given_bytes
+        count, rest = divmod(cut, _ENTRY.size)
+        if header.kind not in (Kind.STATES, Kind.ADJOINT) or rest or count < 1:
+            raise BadFile("it holds no records")
+        if record_bytes is None:
+            record_bytes = header.payload_bytes // count
+        if header.payload_bytes != count * record_bytes:
+            raise BadFile(f"its {count} records are not of {record_bytes} bytes")
+        steps, checksums = array("q"), array("Q")
+        for step, checksum in _ENTRY.iter_unpack(header.table[:cut]):
+            steps.append(step)
+            checksums.append(checksum)
+        if min(steps) < 0 or max(steps) >= _MOST_STEPS:
+            raise BadFile("its steps are out of range")
+        return cls(name, record_bytes, steps, checksums, header.table[cut:])
+
+    @classmethod
+    def found(cls, folder: Folder, name: str, run: bytes, record_bytes: int | None) -> Records:
+        """Return what a run left in a file; its records are not read.  Raises OSError, BadFile."""
+        header = folder.header(name)
+        if header.run != run:
+            raise BadFile("it belongs to another run")
+        if (header.kind is Kind.ADJOINT) != name.startswith("adjoint"):
+            raise BadFile("its name is that of another kind")
+        return cls.of(name, header, record_bytes)
+
+    @property
+    def least(self) -> int:
+        """The least of the steps."""
+        return min(self.steps)
+
+    def header(self, run: bytes) -> bytes:
+        """Return what begins the file."""
+        kind = Kind.ADJOINT if self.given else Kind.STATES
+        entries = map(_ENTRY.pack, self.steps, self.checksums)
+        table = b"".join(entries) + self.given
+        return encode(kind, run, table, len(self.steps) * self.record_bytes)
+
+    def write(self, folder: Folder, content: Sequence[Array], *, settled: bool = True) -> None:
+        """Write the file; see `Folder.publish`.
+
+        Parameters
+        ----------
+        content : sequence of arrays of bytes
+            One record in pieces, or all of them in one piece.
+        """
+        records = [content]
+        if len(self.steps) > 1:
+            records = [[row] for row in content[0].reshape(-1, self.record_bytes)]
+        self.checksums = array("Q", map(checksum_of, records))
+        folder.publish(self.name, [self.header(folder.run), *content], settled=settled)
+
+    def read(self, folder: Folder, place: int, record: Array) -> None:
+        """Fill `record` with one of the records.  Raises OSError, BadFile."""
+        self._read(folder, place * self.record_bytes, record)
+        if checksum_of([record]) != self.checksums[place]:
+            raise OSError(errno.EIO, "the checksum does not match: the bytes were changed")
+
+    def is_intact(self, folder: Folder) -> bool:
+        """Whether the first record passes its checksum; read piece by piece."""
+        seen, piece = xxhash.xxh3_64(), np.empty(min(_CHUNK, self.record_bytes), np.uint8)
+        try:
+            for at in range(0, self.record_bytes, _CHUNK):
+                part = piece[: self.record_bytes - at]
+                self._read(folder, at, part)
+                seen.update(part.data)
+        except (OSError, BadFile):
+            return False
+        return int(seen.intdigest()) == self.checksums[0]
+
+    def _read(self, folder: Folder, at: int, content: Array) -> None:
+        count = len(self.steps)
+        begin = PRELUDE.size + count * _ENTRY.size + len(self.given)
+        folder.read(self.name, begin + count * self.record_bytes, begin + at, content)
 
 
 class OrderedLayout(Layout):
@@ -224,11 +346,3 @@ def checksum_of(pieces: Sequence[Array]) -> int:
     for piece in pieces:
         seen.update(piece.data)
     return int(seen.intdigest())
-
-
-class OrderedStates(ArrayStates):
-    """Pytrees of NumPy arrays whose packed form includes their strides."""
-
-    def layout(self, state: object) -> OrderedLayout:
-        """Return the layout whose packed form has the strides."""
-        return OrderedLayout.of(state)  # type: ignore[return-value]

@@ -24,24 +24,21 @@ from ..model.costs import Costs
 from ..states.layout import Array
 from .adjoints import Adjoints, Recorded, warn_unwritten
 from .agreement import Alone, Found, Peers, agree
-from .folder import LEFTOVERS, LOCK, RUN, Folder
-from .headers import BadFile, Kind, RunFacts, encode, parse_run, run_table
+from .folder import LAST, LEFTOVERS, LOCK, RUN, Folder
+from .headers import BadFile, Kind, RunFacts, encode, run_table
 from .journal import (
     CLEAN,
-    Snapshot,
+    Journal,
     anew,
     another_run,
+    arrays_in,
     facts_of,
     foreign,
-    intact,
     open_parent,
     ours_alone,
     rank_name,
-    read_last,
-    snapshots,
-    write_last,
 )
-from .records import OrderedLayout
+from .records import OrderedLayout, Records
 from .store import LINGER_S, DurableStore
 
 State = TypeVar("State")
@@ -111,9 +108,9 @@ class DurableRun:
         self.complete = False
         self.length = self._n_steps
         self._stored: list[int] = []
-        self._found_adjoints: list[Snapshot] = []
+        self._found_adjoints: tuple[Records, ...] = ()
         self._last: list[Array] | None = None
-        self._newest: Snapshot | None = None
+        self._newest: Records | None = None
         self._adjoints.on_disk = []
 
     def _opened(self) -> Folder:
@@ -183,10 +180,12 @@ class DurableRun:
 
     def _agree(self, found: Sequence[Found]) -> None:
         """Go on where all ranks can.  Raises StoreError on all of them if they cannot."""
-        peers, folder, agreed = self._peers, self._opened(), agree(found)
-        if agreed.refusal:
-            raise peers.everywhere(folder.refused(agreed.refusal))
-        if not agreed.begun:
+        peers, folder = self._peers, self._opened()
+        try:
+            agreed = agree(found)
+        except StoreError as error:
+            raise peers.everywhere(folder.refused(str(error))) from None
+        if agreed.run is None:
             if self._begun:
                 self._begun = False
                 anew(folder)
@@ -195,18 +194,16 @@ class DurableRun:
             return
         if agreed.length is None:
             self._last, self.length = None, self._n_steps
-            self._found_adjoints = []
+            self._found_adjoints = ()
+        adjoint = next(iter(agreed.adjoints), None)
         for each in self._found_adjoints:
-            if agreed.adjoint is not None and each.step < agreed.adjoint:
+            if adjoint is not None and each.least < adjoint:
                 folder.unlink(each.name)  # a rank that was further goes back
-            elif each.step == agreed.adjoint:
-                self._newest = each
-        self._adjoints.on_disk = [
-            each.step
-            for each in reversed(self._found_adjoints)
-            if agreed.adjoint is None or each.step >= agreed.adjoint
-        ]
-        below = agreed.length if agreed.adjoint is None else agreed.adjoint
+            else:
+                self._adjoints.on_disk.insert(0, each.least)
+                if each.least == adjoint:
+                    self._newest = each
+        below = agreed.length if adjoint is None else adjoint
         steps = self.store.adopt(self._layout, folder, below)
         if peers.size > 1:
             held = peers.gather(lambda: array("q", steps).tobytes())
@@ -214,7 +211,7 @@ class DurableRun:
             steps = [step for step in steps if step in common]
             self.store.keep(common)
         self._stored = steps
-        self.complete = agreed.adjoint == 0
+        self.complete = adjoint == 0
 
     @property
     def attached(self) -> bool:
@@ -256,8 +253,7 @@ class DurableRun:
         """Take up what is in the folder.  Raises OSError, and StoreError if it is another run."""
         self._find_nothing()
         try:
-            header = folder.header(RUN)
-            facts, costs = parse_run(header)
+            journal = Journal.of(folder)
         except FileNotFoundError:
             anew(folder)  # killed before it began
             if others := [name for name in folder.others(folder.run) if name != LOCK]:
@@ -273,21 +269,20 @@ class DurableRun:
                 f"`multistage clean {self.path}`"
             ) from error
         assert self._facts is not None
-        if difference := facts.difference(self._facts):
+        if difference := journal.facts.difference(self._facts):
             raise another_run(folder, difference)
         folder.clear(keep=[name for name in folder.names() if not name.startswith(LEFTOVERS)])
-        self._begun, self.costs = True, costs
-        if costs is not None and costs.state_bytes != self._layout.nbytes:
+        self._begun, self.costs = True, journal.costs
+        if self.costs is not None and self.costs.state_bytes != self._layout.nbytes:
             self.costs = None
-        last = read_last(folder, self._layout, self._n_steps)
-        if last is not None:
-            self.length, self._last = last
-            found = snapshots(folder, header.run, self.length)
-            self._found_adjoints = [each for each in found if intact(folder, each)]
+        if journal.last is not None:
+            with contextlib.suppress(OSError, BadFile):  # else it is computed again
+                self._last = arrays_in(folder, self._layout, journal.last)
+                self.length, self._found_adjoints = journal.n_steps, journal.adjoints
         return Found(
-            header.run,
+            journal.run,
             None if self._last is None else self.length,
-            tuple(each.step for each in self._found_adjoints),
+            tuple(each.least for each in self._found_adjoints),
             self._last is not None or any(name.startswith("states-") for name in folder.names()),
         )
 
@@ -303,7 +298,7 @@ class DurableRun:
         if self._begun:
             end = None
             if self._last is not None:
-                end = self.length if self._newest is None else self._newest.step
+                end = self.length if self._newest is None else self._newest.least
                 assert end is not None
                 self.store.release(end)
             return Resumed(tuple(self._stored), self._last, end)
@@ -333,8 +328,10 @@ class DurableRun:
         if self._last is not None:
             self._last = None  # the caller has it
             return
+        layout, folder = self._layout, self._opened()
         try:
-            write_last(self._opened(), self._layout, last, n_steps)
+            pieces = layout.parts(layout.pack(layout.arrays(last, "the last state"))[0])
+            Records(LAST, layout.record_bytes, array("q", [n_steps])).write(folder, pieces)
         except OSError as error:
             warn_unwritten(f"the last state cannot be written: {error}")
 
@@ -352,7 +349,7 @@ class DurableRun:
 
         adjoints, remedy = self._adjoints, f"remove the run with `{CLEAN} {self.path}`"
         self._peers.gather(lambda: adjoints.prepare(adjoint, newest, remedy))
-        begin = self.length if newest is None else newest.step
+        begin = self.length if newest is None else newest.least
         if newest is not None:
             restored: list[object] = []
             self._peers.gather(lambda: restored.append(adjoints.restored(newest)))

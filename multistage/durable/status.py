@@ -13,9 +13,8 @@ from tabulate import tabulate
 
 from ..support.units import format_bytes, format_seconds
 from .folder import LEFTOVERS, LOCK, RUN, Folder
-from .headers import BadFile, OtherVersion, RunFacts, parse_run, plain
-from .journal import RANK_NAME, intact, last_in, snapshots
-from .store import batch_in
+from .headers import BadFile, plain
+from .journal import RANK_NAME, Journal
 
 # Of a label or the name of a leaf so much is shown.
 _SHOWN = 44
@@ -175,30 +174,20 @@ def _inspect(folder: Folder) -> Status:
         changed_s=max(0.0, time.time() - newest),
     )
     try:
-        header = folder.header(RUN)
-        facts, _ = parse_run(header)
+        journal = Journal.of(folder)
     except FileNotFoundError:
         return base
-    except OtherVersion as error:
-        return _with(base, reason=f"another version of the package wrote it: {error}")
     except (OSError, BadFile) as error:
-        return _with(base, reason=f"its file {RUN!r} cannot be used: {error}")
-    return _progress(folder, base, header.run, facts)
+        return replace(base, reason=f"its file {RUN!r} cannot be used: {error}")
+    return _progress(folder, base, journal)
 
 
-def _progress(folder: Folder, base: Status, run: bytes, facts: RunFacts) -> Status:
-    n, states, forward = facts.n_steps, 0, 0
-    ended = last_in(folder, run, facts.record_bytes, n)
-    n = ended.least if ended else n
-    for name in folder.names():
-        if not name.startswith("states-"):
-            continue
-        with contextlib.suppress(OSError, BadFile):
-            steps = batch_in(folder, name, run, facts.record_bytes).steps
-            states += len(steps)
-            forward = max(forward, *(step for step in steps if n is None or step < n), 0)
-    good = [each for each in snapshots(folder, run, n) if intact(folder, each)]
-    adjoint = good[0].step if good and ended else None
+def _progress(folder: Folder, base: Status, journal: Journal) -> Status:
+    facts, n, ended = journal.facts, journal.n_steps, journal.last is not None
+    found = [step for each in journal.states(folder) for step in each.steps]
+    states = len(found)
+    forward = max((step for step in found if n is None or step < n), default=0)
+    adjoint = journal.adjoints[0].least if journal.adjoints else None
     if folder.strangers():
         reason, resumable = "it holds files of others beside the run", False
     elif base.in_use:
@@ -211,7 +200,7 @@ def _progress(folder: Folder, base: Status, run: bytes, facts: RunFacts) -> Stat
         reason, resumable = "the same call resumes with the reverse sweep", True
     else:
         reason, resumable = f"the same call resumes from state {forward}", True
-    return _with(
+    return replace(
         base,
         reason=reason,
         resumable=resumable,
@@ -225,7 +214,7 @@ def _progress(folder: Folder, base: Status, run: bytes, facts: RunFacts) -> Stat
         adjoint_step=adjoint,
         states=states,
         states_bytes=states * facts.record_bytes,
-        adjoints=len(good),
+        adjoints=len(journal.adjoints),
     )
 
 
@@ -309,7 +298,7 @@ def clean(path: str | os.PathLike[str], *, force: bool = False, dry_run: bool = 
                 raise folder.refused("it was removed just now")
             run = folder.run
         # Not through `_inspect`'s eyes alone: the lock is ours now.
-        found = _with(_inspect(folder), in_use="")
+        found = replace(_inspect(folder), in_use="")
         if found.begun and not force:
             what = "a complete run" if found.complete else "a run that can be resumed"
             raise folder.refused(
@@ -368,10 +357,6 @@ def _bytes(folder: Folder, name: str) -> int:
 def _progress_of(found: Status) -> list[str]:
     rows = dict(found.rows())
     return [f"{what}: {rows[what]}" for what in ("forward", "reverse") if rows[what] != "-"]
-
-
-def _with(status: Status, **changes: object) -> Status:
-    return replace(status, **changes)  # type: ignore[arg-type]
 
 
 def _share(done: int, n: int) -> str:

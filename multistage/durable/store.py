@@ -26,18 +26,17 @@ import numpy as np
 
 from ..backends.arena import LandingPool, landing_bytes, landing_pool, pages
 from ..backends.base import BaseStore, CheckpointLost, StoreStats, TransferRecord
-from ..backends.extents import Index, TransferState
 from ..backends.lanes import Lane
 from ..backends.lifetimes import Hold
 from ..backends.medium import is_full, warn_full
 from ..errors import StoreError
 from ..states.layout import Array, Layout
 from ..support.interrupts import Shield, whole
-from ..support.step_sets import StepSet
+from ..support.step_sets import StepMap, StepSet
 from ..support.waiting import Latch, Monitor
 from .folder import Folder
-from .headers import BadFile, Kind, encode, parse_states, states_table
-from .records import OrderedLayout, checksum_of
+from .headers import BadFile
+from .records import OrderedLayout, Records
 
 # A kill costs the steps of this time again, and a day of steps makes half a
 # million files at most.
@@ -46,60 +45,32 @@ _PLACES = 1 << 20  # more than the states of any batch
 _NEVER = 2**62
 _SMALL = 4
 _BATCH_BYTES = 1 << 20
-_BUFFERS = 3  # batches that are filling or on their way
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class _Batch:
     """Some states in one file, or on their way there.
 
-    It belongs to the computing thread while `state` is FILLING, then to the writer until
-    it is DONE or FAILED; the change is made under the lock of the store's `_changes`.
+    It belongs to the computing thread while the store fills it, then to the writer until
+    it is settled; both changes are made under the lock of the store's `_changes`.
     """
 
     number: int
-    name: str
-    state: TransferState = TransferState.FILLING
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    checksums: array[int] = field(default_factory=lambda: array("Q"))
+    file: Records
+    buffer: Array | None = None  # of small states
+    content: Sequence[Array] = ()  # a large one, in pieces
     least: int = _NEVER  # of the steps
     live: int = 0  # states that were not dropped
-    buffer: Array | None = None
-    arrays: Sequence[Array] | None = None
-    offset: int = 0
-    file_bytes: int = 0
-    error: str = ""
     wanted: bool = False  # now: by a reader, or because it is full
-
-    def add(self, step: int) -> None:
-        """Enter a state, at the next place."""
-        self.steps.append(step)
-        self.least = min(self.least, step)
-
-    @property
-    def settled(self) -> bool:
-        """Whether its write is over."""
-        return self.state in (TransferState.DONE, TransferState.FAILED)
-
-
-def batch_in(folder: Folder, name: str, run: bytes, record_bytes: int) -> Batch:
-    """Return a batch that a run left; its records are not read.  Raises OSError, BadFile."""
-    header = folder.header(name)
-    if header.run != run:
-        raise BadFile("it belongs to another run")
-    steps, checksums = parse_states(header, record_bytes)
-    if min(steps) < 0 or max(steps) >= 2**48 or len(steps) >= _PLACES:
-        raise BadFile("its steps are out of range")
-    batch = Batch(0, name, TransferState.DONE, steps, checksums, min(steps))
-    batch.offset, batch.file_bytes = header.offset, header.file_bytes
-    return batch
+    settled: bool = False  # its write is over, or failed as `error` says
+    error: str = ""
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
     """One record on its way back; `record` is None if it was not read, and `error` says why."""
 
-    batch: Batch
+    batch: _Batch
     place: int
     step: int
     done: Latch = field(default_factory=Latch)
@@ -148,27 +119,29 @@ class DurableStore(BaseStore):
         self._writer: Lane[Callable[[], None]] | None = None
         self._reader: Lane[_Read] | None = None
         self._pool: LandingPool | None = None
-        self._buffers: list[Array] = []
         self._hold = Hold(self.name)
-        self._left: list[Batch] = []  # by a run, to be taken over
+        self._left: list[_Batch] = []  # by a run, to be taken over
         self._adopted = StepSet()  # those of its states that are
         self._next_number = 0
         self._empty()
 
     def _empty(self) -> None:
         """Know of no state."""
-        self._index: Index[Batch] = Index(_PLACES)
-        self._dropped = StepSet()  # states in a file still, as far as the index knows them
-        self._dead: dict[int, Batch] = {}  # without live states, by number
+        self._batches: dict[int, _Batch] = {}  # by number
+        self._places = StepMap()  # step -> number of its batch * _PLACES + place in it
+        self._dead: dict[int, _Batch] = {}  # without live states, by number
         # Of states from this step on, no file is needed.
         self._needed_below = self._looked_below = _NEVER if self._lasting else 0
+        # For batches that are filling or on their way: memory, or leave to keep a large state.
+        self._rooms: list[Array | None] = []
+        self._under_way: dict[int, _Read] = {}  # by step
 
     # ------------------------------------------------------------------- life
 
     def buffer_bytes(self, layout: Layout) -> int:
         """Return the bytes of batches on their way, and of idle buffers for large states."""
         size, count = _ordered(layout).record_bytes, _per_batch(_ordered(layout))
-        return _BUFFERS * count * size if count > 1 else landing_bytes(size)
+        return (self.queue_depth + 1) * count * size if count > 1 else landing_bytes(size)
 
     def capacity_states(self, layout: Layout) -> int | None:
         """Return None: bounded by the disk alone."""
@@ -199,22 +172,21 @@ class DurableStore(BaseStore):
         self._layout = _ordered(layout)
         self._record_bytes = size = self._layout.record_bytes
         self._folder = self._folder_of()
-        self._count = _per_batch(self._layout)
+        self._count = count = _per_batch(self._layout)
         self.stats = StoreStats()
         self.transfers.clear()
         self._empty()
-        self._stored(self._take_over())
-        self._changes = Monitor()  # notified when a batch is written
-        self._filling: Batch | None = None
-        self._waiting: deque[Batch] = deque()  # large ones not known to be written
-        nbytes = self._count * size
-        count = _BUFFERS if self._count > 1 else 0
-        self._buffers = [pages(nbytes)[:nbytes] for _ in range(count)]
+        for batch in self._left:
+            self._take_over(batch)
+        self._changes = Monitor()  # notified when a batch is wanted, or written
+        self._filling: _Batch | None = None
+        self._rooms = [None] * self.queue_depth
+        if count > 1:
+            self._rooms = [pages(count * size)[: count * size] for _ in (*self._rooms, None)]
         self._full = self._full_warned = False  # whether a write has found the disk full
         self._writer = Lane("multistage-durable-writer")
         self._writer.start(_do)
         self._pool = landing_pool(size)
-        self._under_way: dict[int, _Read] = {}  # by step
         self._reader = Lane("multistage-durable-reader")
         self._reader.start(self._read)
 
@@ -238,25 +210,22 @@ class DurableStore(BaseStore):
             kind, _, number = name.partition("-")
             if kind != self._prefix:
                 continue
+            self._next_number = max(self._next_number, int(number) + 1)
             try:
-                batch = batch_in(folder, name, folder.run, layout.record_bytes)
-                if batch.least >= below:
+                file = Records.found(folder, name, folder.run, layout.record_bytes)
+                if file.least >= below:
                     raise BadFile("it is not needed any more")
             except BadFile:
-                with contextlib.suppress(OSError):
-                    folder.unlink(name)
-                    continue
+                self._unlink(name, folder)
+                continue
             except OSError:
                 # Its states are recomputed.  The file stays: the next resumed run may read it,
                 # if there were no descriptors left, for example.
-                pass
-            else:
-                batch.number = int(number)
-                self._left.append(batch)
-                for step in batch.steps:
-                    if step < below:
-                        self._adopted.add(step)
-            self._next_number = max(self._next_number, int(number) + 1)
+                continue
+            self._left.append(_Batch(int(number), file, least=file.least, settled=True))
+            for step in file.steps:
+                if step < below:
+                    self._adopted.add(step)
         return list(self._adopted)
 
     def keep(self, steps: Container[int]) -> None:
@@ -269,17 +238,16 @@ class DurableStore(BaseStore):
         """Know of no files: the next `open` begins with none."""
         self._left, self._adopted, self._next_number = [], StepSet(), 0
 
-    def _take_over(self) -> int:
-        """Know of what a run left; return how many states that is, wanted or not."""
-        for batch in self._left:
-            self._index.extents[batch.number] = batch
-            batch.live = 0
-            for place, step in enumerate(batch.steps):
-                if step in self._adopted and step not in self._index:
-                    self._index.enter(step, batch, place)
-                    batch.live += 1
-            self._note_death(batch)
-        return sum(len(batch.steps) for batch in self._left)
+    def _take_over(self, batch: _Batch) -> None:
+        """Know of what a run left, and which of its states are wanted."""
+        self._batches[batch.number] = batch
+        batch.live = 0
+        for place, step in enumerate(batch.file.steps):
+            if step in self._adopted and self._places.get(step) is None:
+                self._places[step] = batch.number * _PLACES + place
+                batch.live += 1
+        self._note_death(batch)
+        self._stored(len(batch.file.steps))
 
     def close(self) -> None:
         """Write what is queued, stop the threads.  May be called twice.
@@ -302,10 +270,9 @@ class DurableStore(BaseStore):
                 self._reader.end()
                 self._reader.join()
             if not self._lasting:
-                for batch in self._index.extents.values():
-                    self._unlink(batch.name)
+                for batch in self._batches.values():
+                    self._unlink(batch.file.name, self._folder)
         self._empty()
-        self._buffers, self._under_way = [], {}
         self._writer = self._reader = self._pool = None
         self._hold.give_back()
 
@@ -314,83 +281,51 @@ class DurableStore(BaseStore):
     def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
         """Queue the write of one state; see `Store.put`."""
         self._hold.check()
-        if self._revive(key):
-            return True
         stats = self.stats
-        if self._full:
+        if block and not self._full:
+            self._changes.wait_for(lambda: self._filling or self._rooms)
+        with self._changes.lock:
+            taken = None if self._full else self._filling or self._begun()
+            if taken is not None:
+                self._fill(taken, key, arrays)
+        if taken is None:
             stats.refused += 1
-            stats.refused_full += 1
+            stats.refused_full += self._full
             return False
-        packed = arrays
-        if len(packed) == len(self._layout.leaves):  # from one who knows plain layouts only
-            packed = [*packed, self._layout.order(None)]
-        place = self._put_large if self._count == 1 else self._put_small
-        batch = place(key, packed, block)
-        if batch is None:
-            stats.refused += 1
-            return False
-        self._index.enter(key, batch, len(batch.steps) - 1)
-        self._dead.pop(batch.number, None)  # its states so far may all have been dropped
-        batch.live += 1
         stats.writes += 1
         self._stored(1)
         return True
 
-    def _new_batch(self) -> Batch:
-        number = self._next_number
-        self._next_number += 1
-        batch = Batch(number, f"{self._prefix}-{number}")
-        self._index.extents[number] = batch
-        return batch
-
-    def _put_small(self, key: int, packed: Sequence[Array], block: bool) -> Batch | None:
-        while True:
-            with self._changes.lock:
-                batch = self._filling or self._begun()
-                if batch is not None:
-                    self._fill(batch, key, packed)
-                    return batch
-            if not block:
-                return None
-            self._changes.wait_for(lambda: bool(self._buffers))
-
-    def _begun(self) -> Batch | None:
-        """Begin a batch; None if all buffers are taken.  Holds the lock."""
-        if not self._buffers:
+    def _begun(self) -> _Batch | None:
+        """Begin a batch; None if there is no room for another.  Holds the lock."""
+        if not self._rooms:
             return None
-        batch = self._new_batch()
-        batch.buffer = self._buffers.pop()
-        # In this order: of a batch that Ctrl-C leaves empty the writer gives the buffer back.
+        number, self._next_number = self._next_number, self._next_number + 1
+        file = Records(f"{self._prefix}-{number}", self._record_bytes, array("q"))
+        batch = self._batches[number] = _Batch(number, file, self._rooms.pop())
+        # In this order: of a batch that Ctrl-C leaves empty the writer gives the room back.
         self._queue(partial(self._write, batch))
         self._filling = batch
         return batch
 
-    def _fill(self, batch: Batch, key: int, packed: Sequence[Array]) -> None:
-        """Copy a state into a batch.  Holds the lock."""
-        place, size = len(batch.steps), self._record_bytes
-        assert batch.buffer is not None
-        self._layout.fill(batch.buffer[place * size : (place + 1) * size], packed)
-        batch.add(key)
+    def _fill(self, batch: _Batch, key: int, packed: Sequence[Array]) -> None:
+        """Put a state into a batch: copied, or a large one by reference.  Holds the lock."""
+        if len(packed) == len(self._layout.leaves):  # from one who knows plain layouts only
+            packed = [*packed, self._layout.order(None)]
+        place, size = len(batch.file.steps), self._record_bytes
+        if batch.buffer is None:
+            batch.content = self._layout.parts(packed)
+        else:
+            self._layout.fill(batch.buffer[place * size : (place + 1) * size], packed)
+        batch.file.steps.append(key)
+        batch.least = min(batch.least, key)
+        self._places[key] = batch.number * _PLACES + place
+        self._dead.pop(batch.number, None)  # its states so far may all have been dropped
+        batch.live += 1
         if place + 1 == self._count:
             self._filling = None
             batch.wanted = True
             self._changes.notify_all()
-
-    def _put_large(self, key: int, packed: Sequence[Array], block: bool) -> Batch | None:
-        waiting = self._waiting
-        while waiting and waiting[0].state is not TransferState.QUEUED:
-            waiting.popleft()
-        if len(waiting) >= self.queue_depth:
-            if not block:
-                return None
-            self._wait(waiting[0])
-        batch = self._new_batch()
-        batch.state = TransferState.QUEUED
-        batch.arrays = tuple(packed)
-        batch.add(key)
-        waiting.append(batch)
-        self._queue(partial(self._write, batch))
-        return batch
 
     def wait_written(self, key: int) -> bool:
         """Block until the store is done with the arrays of `key`; False if they are lost."""
@@ -398,21 +333,20 @@ class DurableStore(BaseStore):
         entry = self._find(key)
         if entry is None:
             return False
-        batch = entry[0]
         if self._count == 1:
-            self._wait(batch)
-        if batch.state is TransferState.FAILED:
+            self._wait(entry[0])
+        if entry[0].error:
             self._lose(key)
             return False
         return True
 
-    def _wait(self, batch: Batch) -> None:
+    def _wait(self, batch: _Batch) -> None:
         """Block until a batch is written, or was not."""
-        with self._changes.lock:
-            if batch.state is TransferState.FILLING:
+        if not batch.settled:
+            with self._changes.lock:
                 batch.wanted = True
                 self._changes.notify_all()
-        self._changes.wait_for(lambda: batch.settled)
+            self._changes.wait_for(lambda: batch.settled)
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job` on the writer, after all that was queued before; it must not raise."""
@@ -431,89 +365,50 @@ class DurableStore(BaseStore):
         self.submit(done.set)
         done.wait()
 
-    def _write(self, batch: Batch) -> None:
-        """Write one batch, on the writer; whatever happens, its state says so."""
+    def _write(self, batch: _Batch) -> None:
+        """Write one batch, on the writer; whatever happens, it is settled."""
         assert self._writer is not None
-        lane = self._writer
-        if batch.state is TransferState.FILLING:
-            self._changes.wait_for(lambda: batch.wanted or lane.waiting > 0, self._linger_s)
+        lane, file, error = self._writer, batch.file, ""
+        self._changes.wait_for(lambda: batch.wanted or lane.waiting > 0, self._linger_s)
         with self._changes.lock:
-            batch.state = TransferState.QUEUED
             if self._filling is batch:
                 self._filling = None  # from here on it grows no more
-            if not batch.steps:  # the put that began it raised
-                self._give_back(batch, TransferState.FAILED)
-                return
-        began = perf_counter()
-        state, nbytes = TransferState.DONE, len(batch.steps) * self._record_bytes
-        try:
-            self._publish(batch)
-            self.stats.bytes_written += nbytes
-        except Exception as error:  # the computing thread must learn of every error
-            state = TransferState.FAILED
-            batch.error = f"write failed: {error}"
-            self._full = self._full or is_full(error)
-        self.transfers.append(
-            TransferRecord("write", batch.steps[0], began, perf_counter(), nbytes)
-        )
+        began, nbytes = perf_counter(), len(file.steps) * self._record_bytes
+        if nbytes:  # else the put that began it raised
+            content = batch.content if batch.buffer is None else [batch.buffer[:nbytes]]
+            try:
+                # A power cut before the name is on the disk costs a checkpoint, no more.
+                file.write(self._folder, content, settled=False)
+                self.stats.bytes_written += nbytes
+            except Exception as failure:  # the computing thread must learn of every error
+                error = f"write failed: {failure}"
+                self._full = self._full or is_full(failure)
+            self.transfers.append(
+                TransferRecord("write", file.steps[0], began, perf_counter(), nbytes)
+            )
         with self._changes.lock:
-            self._give_back(batch, state)
-
-    def _publish(self, batch: Batch) -> None:
-        """Write the file of a batch, and note in the batch what lies where.  Raises OSError."""
-        size, count = self._record_bytes, len(batch.steps)
-        if batch.buffer is not None:
-            records = [[batch.buffer[k * size : (k + 1) * size]] for k in range(count)]
-            pieces = [batch.buffer[: count * size]]
-        else:
-            assert batch.arrays is not None
-            pieces = self._layout.parts(batch.arrays)
-            records = [pieces]
-        batch.checksums = array("Q", map(checksum_of, records))
-        table = states_table(batch.steps, batch.checksums)
-        header = encode(Kind.STATES, self._folder.run, table, count * size)
-        batch.offset, batch.file_bytes = len(header), len(header) + count * size
-        # A power cut before the name is on the disk costs a checkpoint, no more.
-        self._folder.publish(batch.name, [header, *pieces], settled=False)
-
-    def _give_back(self, batch: Batch, state: TransferState) -> None:
-        """Give the memory of a batch back, whose write is over.  Holds the lock."""
-        if batch.buffer is not None:
-            self._buffers.append(batch.buffer)
-        batch.buffer = batch.arrays = None
-        batch.state = state
-        self._changes.notify_all()
+            self._rooms.append(batch.buffer)
+            batch.buffer, batch.content = None, ()
+            batch.error, batch.settled = error, True
+            self._changes.notify_all()
 
     # ------------------------------------------------------------------- drops
 
-    def _find(self, step: int) -> tuple[Batch, int] | None:
+    def _find(self, step: int) -> tuple[_Batch, int] | None:
         """Return the batch of a state that was not dropped, and the place in it."""
-        return None if step in self._dropped else self._index.find(step)
-
-    def _revive(self, step: int) -> bool:
-        """Take a dropped state back that is on the disk still: states are what they were."""
-        if step not in self._dropped:
-            return False
-        entry = self._index.find(step)
-        assert entry is not None
-        batch = entry[0]
-        self._dropped.discard(step)
-        if batch.state is TransferState.FAILED or not self._lasting:
-            self._index.pop(step)
-            return False
-        self._dead.pop(batch.number, None)
-        batch.live += 1
-        return True
+        entry = self._places.get(step)
+        return None if entry is None else (self._batches[entry // _PLACES], entry % _PLACES)
 
     def drop(self, key: int) -> None:
         """Drop `key`; its file is removed when no resumed run would need it."""
         self._hold.check()
-        entry = self._find(key)
-        if entry is None:
-            return
-        self._dropped.add(key)
-        self._end_life(key, entry[0])
-        self._bury()
+        entry = self._places.pop(key)
+        if entry is not None:
+            batch = self._batches[entry // _PLACES]
+            batch.live -= 1
+            self._note_death(batch)
+            self._under_way.pop(key, None)  # a read that is not needed any more
+            self._bury()
 
     def _lose(self, key: int) -> None:
         """Forget a state that cannot be read; warn once if its write found the disk full."""
@@ -521,16 +416,9 @@ class DurableStore(BaseStore):
             self._full_warned = True
             warn_full("the durable folder", "no space is left")
         self.stats.lost += 1
-        batch = self._index.pop(key)
-        assert batch is not None
-        self._end_life(key, batch)
+        self.drop(key)
 
-    def _end_life(self, key: int, batch: Batch) -> None:
-        batch.live -= 1
-        self._note_death(batch)
-        self._under_way.pop(key, None)  # a read that is not needed any more
-
-    def _note_death(self, batch: Batch) -> None:
+    def _note_death(self, batch: _Batch) -> None:
         if not batch.live:
             self._dead[batch.number] = batch
 
@@ -553,19 +441,15 @@ class DurableStore(BaseStore):
             if batch.least < needed_below or not batch.settled:
                 left[batch.number] = batch
                 continue
-            for step in batch.steps:
-                entry = self._index.find(step)
-                if entry is not None and entry[0] is batch:
-                    self._index.pop(step)
-                    self._dropped.discard(step)
-            self._index.forget(batch)
-            self.stats.stored_bytes -= len(batch.steps) * self._record_bytes
-            self._queue(partial(self._unlink, batch.name))
+            del self._batches[batch.number]
+            self.stats.stored_bytes -= len(batch.file.steps) * self._record_bytes
+            self._queue(partial(self._unlink, batch.file.name, self._folder))
         self._dead = left
 
-    def _unlink(self, name: str) -> None:
+    @staticmethod
+    def _unlink(name: str, folder: Folder) -> None:
         with contextlib.suppress(OSError):  # it stays: some bytes of disk, until the run is over
-            self._folder.unlink(name)
+            folder.unlink(name)
 
     # ------------------------------------------------------------------- reads
 
@@ -587,44 +471,34 @@ class DurableStore(BaseStore):
         self.prefetch(key)
         read = self._under_way.pop(key)
         read.done.wait()
-        if read.record is None:
-            self._lose(key)
-            raise CheckpointLost(read.error)
-        self.stats.reads += 1
-        read.record.flags.writeable = False
-        arrays = self._layout.split(read.record)
+        arrays = None
+        if read.record is not None:
+            read.record.flags.writeable = False
+            arrays = self._layout.split(read.record)
         if arrays is None:
             self._lose(key)
-            raise CheckpointLost("read failed: its strides are none of an array")
+            raise CheckpointLost(read.error or "read failed: its strides are none of an array")
+        self.stats.reads += 1
         return arrays[:-1] if self._plain else arrays
 
     def _read(self, read: _Read) -> None:
         """Read one state, on the reader; `read` reports the result or the error."""
-        self._wait(read.batch)  # read what is still being written
+        batch, size = read.batch, self._record_bytes
+        self._wait(batch)  # read what is still being written
         began = perf_counter()
         try:
-            read.record = self._record(read.batch, read.place)
-            self.stats.bytes_read += self._record_bytes
+            if batch.error:
+                raise OSError(errno.EIO, batch.error)
+            # A page for each small state would be more than the state.
+            assert self._pool is not None
+            record = np.empty(size, np.uint8) if self._count > 1 else self._pool.take()[:size]
+            batch.file.read(self._folder, read.place, record)
+            self.stats.bytes_read += size
+            read.record = record
         except Exception as error:  # the computing thread must learn of every error
             read.error = f"read failed: {error}"
-        self.transfers.append(
-            TransferRecord("read", read.step, began, perf_counter(), self._record_bytes)
-        )
+        self.transfers.append(TransferRecord("read", read.step, began, perf_counter(), size))
         read.done.set()
-
-    def _record(self, batch: Batch, place: int) -> Array:
-        """Return the bytes of one state, verified.  Raises OSError, BadFile, MemoryError."""
-        size = self._record_bytes
-        if batch.state is TransferState.FAILED:
-            raise OSError(errno.EIO, batch.error)
-        # A page for each small state would be more than the state.
-        assert self._pool is not None
-        landing = np.empty(size, np.uint8) if self._count > 1 else self._pool.take()
-        record = landing[:size]
-        self._folder.read(batch.name, batch.file_bytes, batch.offset + place * size, record)
-        if checksum_of([record]) != batch.checksums[place]:
-            raise OSError(errno.EIO, "the checksum does not match: the bytes were changed")
-        return record
 
 
 def _ordered(layout: Layout) -> OrderedLayout:

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from ..backends.base import Store, require_distinct
 from ..backends.urls import Tiers, open_store, tier_names
-from ..durable.records import OrderedStates
+from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
 from ..errors import ArgumentError, BudgetError
 from ..model.budget import Budget
@@ -143,16 +143,16 @@ class Arguments(Generic[State, Adjoint]):
             stages, costs = costs, None
         name = planner if isinstance(planner, str) else "given"
         n_steps = None if n_steps is None else require_steps(n_steps, name)
-        own, run = states is not None, None
+        run, kind = None, Layout
         if durable is not None:
             run, tiers = _durable_run(durable, tiers, states, durable_every_s, durable_label)
-            chain, states, probed = run.chain(chain), OrderedStates(chain.in_place), run.probe
+            chain, probed, kind = run.chain(chain), run.probe, OrderedLayout
         resolved = planner_of(planner, n_steps)
         _require_states(states)
         budget, stores = _checked_budget(memory), _checked_stores(tiers)
         costs = None if costs is None else _costs_on(stores, agreeing(costs, chain))
         # Unless the user has said otherwise.
-        said = own or run is not None or stages is not None or costs is not None
+        said = states is not None or run is not None or stages is not None or costs is not None
         return cls(
             chain=chain,
             n_steps=n_steps,
@@ -162,7 +162,7 @@ class Arguments(Generic[State, Adjoint]):
             planner=resolved,
             costs=costs,
             stages=stages,
-            states=ArrayStates(chain.in_place) if states is None else states,
+            states=ArrayStates(chain.in_place, kind) if states is None else states,
             durable=run,
             checked=checked,
             watched=watched,

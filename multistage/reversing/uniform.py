@@ -162,7 +162,7 @@ class Uniform(Generic[State, Adjoint]):
 
     def _attach(self, durable: DurableRun, layout: Layout, state: State) -> None:
         """Open the durable folder, take its costs."""
-        assert isinstance(layout, OrderedLayout)  # of its `OrderedStates`
+        assert isinstance(layout, OrderedLayout)  # of its states
         if durable.taken:
             self._opened.close_stores()
         self._opened.begin()

@@ -457,13 +457,15 @@ class ArrayStates:
     ----------
     in_place : bool
         Whether steps overwrite the arrays of their state.
+    kind : type of Layout
+        Of their layouts.
     """
 
-    def __init__(self, in_place: bool) -> None:
-        self._in_place = in_place
+    def __init__(self, in_place: bool, kind: type[Layout] = Layout) -> None:
+        self._in_place, self._kind = in_place, kind
 
     def layout(self, state: object) -> Layout:
-        return Layout.of(state)
+        return self._kind.of(state)
 
     def slots(self, layout: Layout) -> InPlace | References:
         return InPlace(layout) if self._in_place else References(layout)

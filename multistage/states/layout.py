@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal, Self, TypeVar, cast
 
 import numpy as np
 import optree
@@ -132,7 +132,7 @@ class Layout:
         self._plain = [c_strides(leaf.shape, leaf.dtype.itemsize) for leaf in leaves]
 
     @classmethod
-    def of(cls, state: object) -> Layout:
+    def of(cls, state: object) -> Self:
         """Return the layout of a state.
 
         Raises

@@ -226,17 +226,6 @@ def test_a_dropped_state_stays_until_an_adjoint_below_it_is_written(
     assert heir.adopt(layout, folder, 3) == [0, 1, 2]
 
 
-def test_a_dropped_state_that_is_put_again_is_not_written_again(folder: Folder) -> None:
-    store = opened(folder, LARGE)
-    assert store.put(5, packed(LARGE, 5), block=True)
-    store.drop(5)
-    assert store.put(5, packed(LARGE, 5), block=True)
-    store.flush()
-    assert value(store, 5) == 5 / 3
-    assert len(files(folder)) == 1
-    store.close()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("how", ["dropped", "lost", "read ahead and lost"])
 def test_a_state_whose_write_failed_is_written_when_it_is_put_again(

@@ -434,23 +434,22 @@ def test_a_gradient_that_was_not_saved_is_there_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        ([Found(), Found()], (False, None, None)),
-        ([Found(b"r"), Found()], (False, None, None)),
-        ([Found(b"r", progress=True)] * 2, (True, None, None)),
-        ([Found(b"r", 9, (1,), True), Found(b"r", progress=True)], (True, None, None)),
-        ([Found(b"r", 9, (1,), True), Found(b"r", 9, (), True)], (True, 9, None)),
-        ([Found(b"r", 9, (1, 4), True), Found(b"r", 9, (4, 6), True)], (True, 9, 4)),
+        ([Found(), Found()], (None, None, ())),
+        ([Found(b"r"), Found()], (None, None, ())),
+        ([Found(b"r", progress=True)] * 2, (b"r", None, ())),
+        ([Found(b"r", 9, (1,), True), Found(b"r", progress=True)], (b"r", None, ())),
+        ([Found(b"r", 9, (1,), True), Found(b"r", 9, (), True)], (b"r", 9, ())),
+        ([Found(b"r", 9, (1, 4), True), Found(b"r", 9, (4, 6), True)], (b"r", 9, (4,))),
     ],
 )
 def test_the_least_is_agreed(found: list[Found], expected: tuple[Any, ...]) -> None:
     agreed = agree(found)
-    assert (agreed.begun, agreed.length, agreed.adjoint) == expected
-    assert not agreed.refusal
+    assert (agreed.run, agreed.length, agreed.adjoints) == expected
 
 
 def test_ends_that_differ_are_refused() -> None:
-    agreed = agree([Found(b"r", 9, (), True), Found(b"r", 8, (), True)])
-    assert "must answer alike on every rank" in agreed.refusal
+    with pytest.raises(StoreError, match="must answer alike on every rank"):
+        agree([Found(b"r", 9, (), True), Found(b"r", 8, (), True)])
 
 
 def test_adjoints_are_written_at_their_interval_on_all_clocks() -> None:

@@ -18,7 +18,7 @@ durable/test_run.py
 + if False:
 
 interop/test_mpi_durable.py
--             if agreed.adjoint is not None and each.step < agreed.adjoint:
+-             if adjoint is not None and each.least < adjoint:
 +             if False:
 
 durable/test_folder.py
@@ -35,13 +35,13 @@ interop/test_mpi_durable.py
 -                 folder.unlink(each.name)  # a rank that was further goes back
 +                 pass
 
-durable/test_run.py
--     if arrays is None or checksum_of([record]) != checksum:
-+     if arrays is None:
+durable/test_run.py durable/test_store.py
+-         if checksum_of([record]) != self.checksums[place]:
++         if False:
 
 durable/test_store.py
--         if batch.state is TransferState.FAILED or not self._lasting:
-+         if not self._lasting:
+-         if entry[0].error:
++         if False:
 
 durable/test_store.py
 -             if step not in steps:
