@@ -65,13 +65,25 @@ class Lane(Generic[Work]):
         """Have the thread end after what is queued now.  May be called twice."""
         self._queue.put(None)
 
-    def join(self) -> None:
-        """Wait until the thread has ended; interrupted, it can be called again."""
-        if self._thread is not None:
-            # First, since Python before 3.13 takes a thread for ended whose `join` Ctrl-C ended.
-            self._ended.wait()
-            self._thread.join()
-            self._thread = None
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has done all its work."""
+        return self._ended.is_set()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the thread has ended, at most so long; return whether it has.
+
+        Interrupted, it can be called again.  The thread itself does not wait.
+        """
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        # First, since Python before 3.13 takes a thread for ended whose `join` Ctrl-C ended.
+        if not self._ended.wait(timeout_s):
+            return False
+        thread.join()
+        self._thread = None
+        return True
 
 
 def _run(

@@ -55,7 +55,7 @@ torch/test_tiers.py
 + self.versions[number] = tensor._version
 
 torch/test_tiers.py
--     if not finished and not berth.runs and berth.opened is porter:
+-     if not finished and not tier.runs and tier.opened is lane:
 +     if False:
 
 torch/test_sizes.py
@@ -131,15 +131,15 @@ torch/test_helpers.py
 +                 return None
 
 torch/test_helpers.py
--                 self.pager.drop(keys)
+-             self._pager.drop(keys)
 -
 -     def _drop
-+                 pass
++             pass
 +
 +     def _drop
 
 torch/test_helpers.py
-- trip.lines.clear()  # before anybody hears of it: their memory must be gone
+- self.lines.clear()  # before `done` is set: their memory must be gone
 + pass
 
 torch/test_tiers.py
@@ -147,11 +147,11 @@ torch/test_tiers.py
 +             pass
 
 torch/test_late_tiers.py
--             memory.leaving = set()  # nothing leaves any more
+-             holdings.leaving = set()  # nothing leaves any more
 +             pass
 
 torch/test_tiers.py
--         if tape.is_input(number) and (state := self._memory.at_hand(i)) is not None:
+-         if tape.is_input(number) and (state := self._holdings.at_hand(i)) is not None:
 -             state.verify()
 -
 
@@ -191,8 +191,8 @@ torch/test_helpers.py
 -
 
 torch/test_tiers.py
--             for trip in (stowed.trip, *stowed.parcel.fillers()):
-+             for trip in (stowed.trip,):
+-             for transfer in (sent.transfer, *sent.group.fillers()):
++             for transfer in (sent.transfer,):
 
 torch/test_compiling.py
 -         finally:  # whatever ends it, such as the last tensor that it was run again for

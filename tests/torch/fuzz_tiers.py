@@ -42,7 +42,7 @@ from multistage.planners.chain.heterogeneous import ChainPlan
 from multistage.torch.chains.runner import Run
 from multistage.torch.environment.scope import Scope
 from multistage.torch.measurement.exploring import explore, untouched
-from multistage.torch.tiers.stowage import Berth
+from multistage.torch.tiers.lane import ChainTier
 
 CPU = torch.device("cpu")
 PAGE = 4096
@@ -141,7 +141,7 @@ def train(
 
 
 def bound(
-    model: nn.Sequential, actions: list[Action], berth: Berth, plan: ChainPlan | None = None
+    model: nn.Sequential, actions: list[Action], slow: ChainTier, plan: ChainPlan | None = None
 ) -> Callable[[Tensor], Tensor] | None:
     """Return the chain under a plan; None where its stages do not go alone.
 
@@ -155,7 +155,7 @@ def bound(
 
     def call(x: Tensor) -> Tensor:
         asked = None if plan is None else course(plan)
-        return Run(list(model), traits, actions, berth, course=asked).forward(x)
+        return Run(list(model), traits, actions, slow, course=asked).forward(x)
 
     return call
 
@@ -187,8 +187,8 @@ def play(seed: int) -> tuple[str, bool]:
         else:
             store = Flaky(what, when)
             store.capacity_bytes = capacity
-        berth = Berth(store, CPU, PAGE)
-        stack.callback(berth.close)
+        slow = ChainTier(store, CPU, PAGE)
+        stack.callback(slow.close)
         plain = [random_chain(seed + k) for k in range(count)]
         ours = [random_chain(seed + k) for k in range(count)]
         if count == 2 and rng.random() < 0.4:  # two runs of one chain
@@ -197,7 +197,7 @@ def play(seed: int) -> tuple[str, bool]:
         for model in ours:
             actions = random_plan(rng, len(model))
             plan = as_planned(rng, actions, len(model)) if late else None
-            call = bound(model, actions, berth, plan)
+            call = bound(model, actions, slow, plan)
             if call is None:
                 return "grouped", True
             calls.append(call)
@@ -221,7 +221,7 @@ def play(seed: int) -> tuple[str, bool]:
             stack.enter_context(said_late(by_chance(rng, late)))
         for context in (poisoned(), Pace(rng, pace).kept(), interrupts.strike()):
             stack.enter_context(context)
-        close = berth.close if what == "close" else nothing
+        close = slow.close if what == "close" else nothing
         spoils = any(isinstance(stage, Spoils) for model in ours for stage in model)
         try:
             found = train(way, random.Random(draw), ours, calls, interrupts, close)

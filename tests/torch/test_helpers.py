@@ -33,9 +33,9 @@ from multistage.torch.tensors.geometry import Geometry, whole
 from multistage.torch.tensors.graphs import graph_begins, leaves_below
 from multistage.torch.tensors.meter import Meter
 from multistage.torch.tensors.states import TensorState
+from multistage.torch.tiers.groups import Origin, TensorGroup
+from multistage.torch.tiers.lane import TierLane
 from multistage.torch.tiers.paging import Pager
-from multistage.torch.tiers.parcels import Origins, Parcel
-from multistage.torch.tiers.porter import Porter
 from multistage.torch.tracing.cutting import Cut, _written_beyond
 
 CPU = torch.device("cpu")
@@ -234,7 +234,7 @@ def _pager(store: Any) -> Pager:
 
 
 @pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
-def test_a_row_that_finds_no_room_leaves_none_of_its_pages() -> None:
+def test_a_record_that_finds_no_room_leaves_none_of_its_pages() -> None:
     inner = Dropping()
     pager = _pager(FaultyStore(inner, refuse={2}))
     assert pager.put([torch.ones(5 * PAGE, dtype=torch.uint8)]) is None
@@ -243,13 +243,13 @@ def test_a_row_that_finds_no_room_leaves_none_of_its_pages() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
-def test_a_row_that_was_not_written_leaves_the_tier() -> None:
+def test_a_record_that_was_not_written_leaves_the_tier() -> None:
     inner = Dropping()
-    porter = Porter(FaultyStore(inner, lose_write={1}), CPU, PAGE)
-    trip = porter.send([torch.ones(3 * PAGE, dtype=torch.uint8)])
-    assert not porter.wait(trip) and trip.row.error == "a write failed"
-    assert not trip.lines, "its memory is referred to still"
-    assert porter.close() and set(inner.dropped) == {0, 1, 2}
+    lane = TierLane(FaultyStore(inner, lose_write={1}), CPU, PAGE)
+    sent = lane.write([torch.ones(3 * PAGE, dtype=torch.uint8)])
+    assert not lane.wait(sent) and sent.error == "a write failed"
+    assert not sent.lines, "its memory is referred to still"
+    assert lane.close() and set(inner.dropped) == {0, 1, 2}
 
 
 class Interrupting(MemoryStore):
@@ -275,7 +275,7 @@ class Interrupting(MemoryStore):
         super().close()
 
 
-def test_a_porter_whose_close_ctrl_c_ended_closes_the_store_only_after_its_work() -> None:
+def test_a_lane_whose_close_ctrl_c_ended_closes_the_store_only_after_its_work() -> None:
     """Python 3.11 and 3.12 take a thread for ended whose `join` Ctrl-C ended."""
     store, times = Interrupting(), iter([True])
 
@@ -283,81 +283,81 @@ def test_a_porter_whose_close_ctrl_c_ended_closes_the_store_only_after_its_work(
         if next(times, False):
             raise KeyboardInterrupt
 
-    porter = Porter(FaultyStore(store), CPU, PAGE)  # which takes pages, one `put` each
+    lane = TierLane(FaultyStore(store), CPU, PAGE)  # which takes pages, one `put` each
     before = signal.signal(signal.SIGINT, interrupt)
     try:
-        porter.send([torch.ones(PAGE, dtype=torch.uint8)])
+        lane.write([torch.ones(PAGE, dtype=torch.uint8)])
         store.began.wait()
         with pytest.raises(KeyboardInterrupt):
             store.closing.set()
-            porter.close()
-        assert porter.is_alive and not porter.close(0.0)
+            lane.close()
+        assert lane.is_alive and not lane.close(0.0)
         store.gate.set()
-        assert porter.close()
+        assert lane.close()
     finally:
         store.gate.set()
         signal.signal(signal.SIGINT, before)
-    assert not porter.is_alive and not store.closed_at_work
+    assert not lane.is_alive and not store.closed_at_work
 
 
-def test_a_porter_that_ctrl_c_ends_at_its_start_leaves_the_store_closed(
+def test_a_lane_that_ctrl_c_ends_at_its_start_leaves_the_store_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, start = MemoryStore(), threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
         start(thread)
-        if thread.name == "multistage-porter":
+        if thread.name == "multistage-tier":
             monkeypatch.undo()
             raise KeyboardInterrupt
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Porter(store, CPU, PAGE)
-    assert Porter(store, CPU, PAGE).close()
+        TierLane(store, CPU, PAGE)
+    assert TierLane(store, CPU, PAGE).close()
 
 
 def test_a_tensor_written_to_on_its_way_is_spoilt() -> None:
     for writes in (False, True):
-        porter = Porter(MemoryStore(), CPU, PAGE)
+        lane = TierLane(MemoryStore(), CPU, PAGE)
         held = torch.arange(32.0)
-        parcel = Parcel([held.view(4, 8)], Origins(), ())
-        trip = porter.send(parcel.lines())
-        assert porter.wait(trip)
-        parcel.let_go()
+        group = TensorGroup([held.view(4, 8)], {}, ())
+        sent = lane.write(group.lines())
+        assert lane.wait(sent)
+        group.let_go()
         if writes:
             held.add_(1)
-        back = porter.fetch(trip.row, parcel.make_room())
-        parcel.on_its_way(back)
-        assert porter.wait(back) and parcel.came_back()
-        (found,) = parcel.tensors
+        back = lane.fetch(sent, group.make_room())
+        group.on_its_way(back)
+        assert lane.wait(back) and group.came_back()
+        (found,) = group.tensors
         assert found is not None and found.shape == (4, 8)
-        assert (parcel.versions[0] < 0) == writes
-        assert porter.close()
+        assert (group.versions[0] < 0) == writes
+        assert lane.close()
 
 
-def _trip(error: str = "") -> Any:
+def _back(error: str = "") -> Any:
     """Return a way back that is over."""
     done = threading.Event()
     done.set()
-    return SimpleNamespace(done=done, awaited=not error, row=SimpleNamespace(error=error))
+    return SimpleNamespace(done=done, awaited=not error, error=error)
 
 
 def test_bytes_that_came_to_other_memory_since_are_not_taken() -> None:
-    """One parcel waits for what a second brings, which fails; a third brings it elsewhere."""
-    origins, held = Origins(), torch.arange(8.0)
-    waiting, second, third = (Parcel([held], origins, ()) for _ in range(3))
-    for parcel in (waiting, second, third):
-        parcel.let_go()
+    """One group waits for what a second brings, which fails; a third brings it elsewhere."""
+    known, held = dict[int, Origin](), torch.arange(8.0)
+    waiting, second, third = (TensorGroup([held], known, ()) for _ in range(3))
+    for group in (waiting, second, third):
+        group.let_go()
     del held
-    failing: Any = SimpleNamespace(done=threading.Event(), awaited=False, row=None)
+    failing: Any = SimpleNamespace(done=threading.Event(), awaited=False, error="")
     assert second.make_room()[0] is not None
     second.on_its_way(failing)
     assert waiting.make_room() == [None]
-    waiting.on_its_way(_trip())
+    waiting.on_its_way(_back())
     assert waiting.fillers() == [failing]
-    failing.row = SimpleNamespace(error="a page is gone")
+    failing.error = "a page is gone"
     failing.done.set()
     assert third.make_room()[0] is not None
-    third.on_its_way(_trip())
+    third.on_its_way(_back())
     assert third.came_back() and not waiting.came_back()

@@ -21,7 +21,7 @@ import multistage.torch as mst
 from multistage.actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
 from multistage.errors import BudgetError
 from multistage.model.stages import Stage, StageCosts
-from multistage.torch.chains.links import HeldTape
+from multistage.torch.chains.holdings import HeldTape
 from multistage.torch.measurement.joining import ApartError, Joined, stretched
 from multistage.torch.measurement.measure import measure_stages
 from multistage.torch.measurement.saved import Caught, Saved

@@ -36,7 +36,7 @@ from multistage.execute.sweep import Moved  # noqa: E402
 from multistage.model.tier import Tier  # noqa: E402
 from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain  # noqa: E402
 from multistage.states.layout import Layout  # noqa: E402
-from multistage.torch.chains.away import Away  # noqa: E402
+from multistage.torch.chains.holdings import Holdings  # noqa: E402
 from multistage.torch.chains.runner import Run  # noqa: E402
 from multistage.torch.environment.scope import Scope  # noqa: E402
 from multistage.torch.measurement.exploring import explore, untouched  # noqa: E402
@@ -45,9 +45,8 @@ from multistage.torch.planning import choosing  # noqa: E402
 from multistage.torch.planning.choosing import held_by_caller  # noqa: E402
 from multistage.torch.planning.limited import sends  # noqa: E402
 from multistage.torch.tensors.meter import Meter  # noqa: E402
-from multistage.torch.tiers import stowage, tiered  # noqa: E402
-from multistage.torch.tiers.porter import Carried, Porter  # noqa: E402
-from multistage.torch.tiers.stowage import Berth  # noqa: E402
+from multistage.torch.tiers import lane, tiered  # noqa: E402
+from multistage.torch.tiers.lane import Carried, ChainTier, TierLane  # noqa: E402
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="the table's twin is slow")
 
@@ -88,23 +87,23 @@ class Gate(MemoryStore):
         return super().get(key)
 
 
-def bound(model: nn.Sequential, plan: ChainPlan, berth: Berth) -> Callable[[Tensor], Tensor]:
+def bound(model: nn.Sequential, plan: ChainPlan, slow: ChainTier) -> Callable[[Tensor], Tensor]:
     x = torch.randn(8, 24, requires_grad=True)
     with untouched(Scope(list(model)), x):
         _, traits = explore(list(model), [str(k) for k in range(len(model))], x)
 
     def call(x: Tensor) -> Tensor:
-        return Run(list(model), traits, plan.actions, berth, course=course(plan)).forward(x)
+        return Run(list(model), traits, plan.actions, slow, course=course(plan)).forward(x)
 
     return call
 
 
-def is_empty(porter: Porter, tier: MemoryStore) -> bool:
+def is_empty(lane: TierLane, tier: MemoryStore) -> bool:
     """Have the room of what was dropped given back; return whether that is all."""
-    trip = porter.send([torch.zeros(1, dtype=torch.uint8)])
-    assert porter.wait(trip)
-    porter.drop(trip.row)
-    assert porter.wait(porter.send([]))
+    sent = lane.write([torch.zeros(1, dtype=torch.uint8)])
+    assert lane.wait(sent)
+    lane.drop(sent)
+    assert lane.wait(lane.write([]))
     return tier.stats.stored_bytes == 0
 
 
@@ -114,22 +113,22 @@ def test_random_plans_that_are_left_give_the_bits_of_plain_training(seed: int, t
     rng = random.Random(seed + 100 * times)
     expected = results(plain := chain(), plain, times)
     tier, taken = MemoryStore(buffer_bytes=0), 0
-    berth = Berth(tier, CPU, PAGE)
+    slow = ChainTier(tier, CPU, PAGE)
     pace = rng.choice(["free", "eager", "lazy", "mixed"])
     with poisoned(), Pace(rng, pace).kept():
         for _ in range(4):
             model = chain()
             plan = as_planned(rng, random_plan(rng, len(model)), len(model))
             with said_late(by_chance(rng, rng.choice([0.1, 0.3, 1.0]))) as found:
-                got = results(model, bound(model, plan, berth), times)
+                got = results(model, bound(model, plan, slow), times)
             assert same(got, expected), plan.actions
             taken += len(found)
             found.clear()  # which refers to the run
             gc.collect()
-            if berth.opened is not None:
-                assert any(is_empty(berth.opened, tier) for _ in range(1000))
+            if slow.opened is not None:
+                assert any(is_empty(slow.opened, tier) for _ in range(1000))
     assert taken
-    berth.close()
+    slow.close()
 
 
 ROWS = 1024
@@ -153,21 +152,21 @@ def test_a_run_without_its_tier_stays_within_the_limit(memory: float, kind: type
     assert len(places) > 2
     taken = 0
     for place in places[::2]:
-        berth = Berth(MemoryStore(buffer_bytes=0), CPU, PAGE)
+        slow = ChainTier(MemoryStore(buffer_bytes=0), CPU, PAGE)
         with (
             said_late(partial(operator.eq, place)) as found,
             Meter(CPU) as meter,
             nothing_recovered(),
         ):
             meter.ignore([x, *model.parameters(), *model.buffers()])
-            y = Run(list(model), traits, plan.actions, berth, course=course(plan)).forward(x)
+            y = Run(list(model), traits, plan.actions, slow, course=course(plan)).forward(x)
             y.sum().backward()
             del y
         taken += len(found)
         for tensor in (x, *model.parameters()):
             tensor.grad = None
         assert x.nbytes + meter.peak_bytes <= plan.memory_bytes
-        berth.close()
+        slow.close()
     assert taken
 
 
@@ -175,17 +174,17 @@ def test_a_run_without_its_tier_stays_within_the_limit(memory: float, kind: type
 def nothing_recovered() -> Iterator[None]:
     """Fail where a run makes up for what its actions should have had at hand."""
 
-    def recovers(away: Away, i: int, tape: Any) -> None:
+    def recovers(holdings: Holdings, i: int, tape: Any) -> None:
         raise AssertionError(f"tape {i} was not at hand")
 
-    def state(away: Away, i: int) -> Any:
-        found = away._memory.at_hand(i)
+    def state(holdings: Holdings, i: int) -> Any:
+        found = holdings.at_hand(i)
         assert found is not None, f"state {i} was not at hand"
         return found
 
     with (
-        mock.patch.object(Away, "tape_again", recovers),
-        mock.patch.object(Away, "state", state),
+        mock.patch.object(Holdings, "tape_again", recovers),
+        mock.patch.object(Holdings, "state", state),
     ):
         yield
 
@@ -195,16 +194,16 @@ def nothing_recovered() -> Iterator[None]:
 def test_a_tier_that_stops_is_left_alone(reads: bool, after: int) -> None:
     expected = results(plain := deep(), plain, 2, rows=ROWS)
     plan, model, tier = planned(0.45), deep(), Gate(reads=reads, after=after)
-    berth = Berth(tier, CPU, PAGE)
+    slow = ChainTier(tier, CPU, PAGE)
 
     def is_worth(late: Late, sweep: Any, *given: object) -> bool:
         return tier.stopped > 0 or sweep.is_forward != reads
 
     with mock.patch.object(Late, "_is_worth", is_worth):
-        assert same(results(model, bound(model, plan, berth), 2, rows=ROWS), expected)
+        assert same(results(model, bound(model, plan, slow), 2, rows=ROWS), expected)
     assert tier.stopped == 1
     tier.gate.set()
-    berth.close()
+    slow.close()
 
 
 def test_a_machine_that_is_busy_in_all_is_no_slow_tier() -> None:
@@ -239,7 +238,7 @@ def sequential(tier: MemoryStore, rho: float = 1.0) -> Any:
     """Return a chain that is planned for a tier by the rates of `planned`."""
     rates = planned(0.45, rho).tier
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiered, "_probed", lambda berth, most: (rates, 0.0))
+        patch.setattr(tiered, "_probed", lambda tier, most: (rates, 0.0))
         x = torch.randn(ROWS, 24, requires_grad=True)
         return mst.Sequential(
             deep(), x, memory=0.45, tiers=tier, costs=costs_of_deep(), check="off"
@@ -276,23 +275,23 @@ def test_a_tier_that_never_answers_is_not_waited_for(
     expected = [results(plain, plain, rows=ROWS) for _ in range(3)]
     model = sequential(tier)
     used = model._multistage.tiered
-    monkeypatch.setattr(stowage, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(lane, "PATIENCE_S", 0.01)
     with (
         said_late(lambda action: isinstance(action, Evict)),
         mock.patch.object(Stages, "_slower", lambda *_: 50.0),
     ):
         assert same(results(model, model, rows=ROWS), expected[0])
     assert model.plan.given_up > 0
-    porter = used._berth._porter
+    opened = used._tier._lane
     assert same(results(model, model, rows=ROWS), expected[1])  # planned again, and the tier left
-    assert not sends(model.plan) and used._berth.is_closing
+    assert not sends(model.plan) and used._tier.is_closing
     used.clock = lambda: 1e9
     assert same(results(model, model, rows=ROWS), expected[2])  # nor is it measured again
     tier.gate.set()
-    porter._thread.join(60)
-    porter.close()  # after the thread that closes it
+    opened._lane.join(60)
+    opened.close()  # after the thread that closes it
     tier.open(Layout.up_to(PAGE))
-    porter.close()  # which leaves alone what another has opened
+    opened.close()  # which leaves alone what another has opened
     assert tier.put(0, [torch.zeros(PAGE, dtype=torch.uint8).numpy()])
     tier.close()
     model.close()
@@ -306,7 +305,7 @@ def test_an_unused_tier_is_tried_again() -> None:
     assert not sends(model.plan)
     asked: list[float] = []
 
-    def probed(berth: Berth, most: int) -> tuple[Tier, float]:
+    def probed(slow: ChainTier, most: int) -> tuple[Tier, float]:
         asked.append(now[0])
         return Tier.of_rates(1e12, 1e12), 0.0
 

@@ -71,8 +71,7 @@ from multistage.torch.planning import choosing  # noqa: E402
 from multistage.torch.planning.choosing import held_by_caller  # noqa: E402
 from multistage.torch.tensors.meter import Meter  # noqa: E402
 from multistage.torch.tiers import tiered  # noqa: E402
-from multistage.torch.tiers.porter import Carried, Porter  # noqa: E402
-from multistage.torch.tiers.stowage import Berth, Stowage  # noqa: E402
+from multistage.torch.tiers.lane import Carried, ChainTier, TierLane  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -100,14 +99,14 @@ def results(
 
 
 def run_with(
-    model: nn.Sequential, actions: list[Action], berth: Berth | None
+    model: nn.Sequential, actions: list[Action], slow: ChainTier | None
 ) -> Callable[[Tensor], Tensor]:
     x = torch.randn(8, 24, requires_grad=True)
     names = [str(k) for k in range(len(model))]
     with untouched(Scope(list(model)), x):
         groups, traits = explore(list(model), names, x)
     assert all(len(group) == 1 for group in groups)
-    return lambda x: Run(list(model), traits, actions, berth).forward(x)
+    return lambda x: Run(list(model), traits, actions, slow).forward(x)
 
 
 def offload_all(n: int) -> list[Action]:
@@ -138,13 +137,13 @@ def test_random_plans_give_the_bits_of_plain_training(seed: int) -> None:
     rng = random.Random(seed)
     expected = results(plain := chain(), plain)
     model = chain()
-    berth = Berth(store(), CPU, PAGE)
+    slow = ChainTier(store(), CPU, PAGE)
     actions = random_plan(rng, len(model))
-    assert same(results(model, run_with(model, actions, berth)), expected), actions
-    opened = berth.opened
+    assert same(results(model, run_with(model, actions, slow)), expected), actions
+    opened = slow.opened
     if opened is not None:
-        assert opened.written.rows == sum(isinstance(a, Evict) for a in actions)
-    berth.close()
+        assert opened.written.transfers == sum(isinstance(a, Evict) for a in actions)
+    slow.close()
 
 
 def reversed_from(steps: range, state: int) -> list[Action]:
@@ -161,15 +160,15 @@ def test_a_state_that_is_only_live_is_written() -> None:
     """The legality machine counts such a write as staged, until its Await."""
     expected = results(plain := chain(), plain)
     model = chain()
-    n, berth = len(model), Berth(store(), CPU, PAGE)
+    n, slow = len(model), ChainTier(store(), CPU, PAGE)
     forward = [Advance(0, 3), Put(3), Advance(3, n), Await(0), Tape(n), EndForward(), Reverse(n)]
     upper = [Get(3), Await(1), *reversed_from(range(3, n), 3), Free(3), Drop(3)]
     actions = [*forward, *upper, *reversed_from(range(3), 0)]
     simulate(actions, None, StageCosts.uniform(n, Stage("", 1.0, 1.0, 1, 1)), tiers=(FAST,))
-    assert same(results(model, run_with(model, actions, berth)), expected)
-    opened = berth.opened
-    assert opened is not None and opened.written.rows == 1
-    berth.close()
+    assert same(results(model, run_with(model, actions, slow)), expected)
+    opened = slow.opened
+    assert opened is not None and opened.written.transfers == 1
+    slow.close()
 
 
 def test_a_load_in_the_forward_sweep_is_refused() -> None:
@@ -183,29 +182,29 @@ def test_a_load_in_the_forward_sweep_is_refused() -> None:
 def test_freeing_the_input_of_a_tape_whose_state_is_evicted_later_is_refused() -> None:
     """Such a tape does not refer to its input: it would be made again."""
     model = chain()
-    n, berth = len(model), Berth(store(), CPU, PAGE)
+    n, slow = len(model), ChainTier(store(), CPU, PAGE)
     before = [Advance(0, 1), Save(1), Tape(1), Free(1), Advance(2, n), Tape(n), EndForward()]
     after = [Reverse(n), Load(0), Advance(0, 1), Save(1), Put(1), Evict(1)]
     with pytest.raises(ScheduleError, match=r"action 3: Free\(1\) takes the input of tape 1"):
-        results(model, run_with(model, [*before, *after], berth))
-    assert berth.opened is None
+        results(model, run_with(model, [*before, *after], slow))
+    assert slow.opened is None
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_second_backward_is_right(seed: int) -> None:
     expected = results(plain := chain(), plain, 2)
     model = chain()
-    berth = Berth(store(), CPU, PAGE)
+    slow = ChainTier(store(), CPU, PAGE)
     actions = random_plan(random.Random(100 + seed), len(model))
-    assert same(results(model, run_with(model, actions, berth), 2), expected)
-    berth.close()
+    assert same(results(model, run_with(model, actions, slow), 2), expected)
+    slow.close()
 
 
 def test_a_second_backward_that_was_interrupted_starts_over() -> None:
     expected = results(plain := chain(), plain)
     model = chain()
-    berth = Berth(store(), CPU, PAGE)
-    call = run_with(model, offload_all(len(model)), berth)
+    slow = ChainTier(store(), CPU, PAGE)
+    call = run_with(model, offload_all(len(model)), slow)
     interrupted: list[Action] = []
     play = Script.play
 
@@ -244,18 +243,18 @@ def test_a_backward_that_writes_to_tensors_of_another_stage_is_found(by: str) ->
         actions = [Tape(0), Put(0, tape=True), Save(1), Put(1), Evict(0, tape=True), Tape(1)]
         actions += [Evict(1), Tape(2), EndForward(), Reverse(2), Get(1), Get(0, tape=True)]
         actions += [Await(2), Await(3), Reverse(1), Free(1), Reverse(0)]
-    berth = Berth(store(), CPU, PAGE)
+    slow = ChainTier(store(), CPU, PAGE)
     with pytest.raises(RuntimeError, match=INPLACE):
-        results(model, run_with(model, actions, berth))
-    berth.close()
+        results(model, run_with(model, actions, slow))
+    slow.close()
 
 
 def test_offloading_every_tape(tmp_path: Any) -> None:
     expected = results(plain := chain(), plain)
     model = chain()
-    berth = Berth(FileStore(tmp_path), CPU, PAGE)
-    assert same(results(model, run_with(model, offload_all(len(model)), berth)), expected)
-    berth.close()
+    slow = ChainTier(FileStore(tmp_path), CPU, PAGE)
+    assert same(results(model, run_with(model, offload_all(len(model)), slow)), expected)
+    slow.close()
     assert not list(tmp_path.iterdir())
 
 
@@ -271,16 +270,16 @@ def test_evicted_data_takes_no_memory() -> None:
             call(x).sum().backward()
         return meter.peak_bytes
 
-    berth = Berth(store(), CPU, PAGE)
+    slow = ChainTier(store(), CPU, PAGE)
     names = [str(k) for k in range(len(model))]
     with untouched(Scope(list(model)), x):
         _, traits = explore(list(model), names, x)
     plain = peak(model)
-    away = peak(lambda x: Run(list(model), traits, offload_all(16), berth).forward(x))
+    away = peak(lambda x: Run(list(model), traits, offload_all(16), slow).forward(x))
     state = x.nbytes
     assert plain > 16 * state
     assert away < 7 * state
-    berth.close()
+    slow.close()
 
 
 # -------------------------------------------------------------------------- faults
@@ -291,11 +290,11 @@ def test_evicted_data_takes_no_memory() -> None:
 def test_lost_data_is_recomputed(what: str, every: int) -> None:
     expected = results(plain := chain(), plain)
     for actions in (offload_all(11), random_plan(random.Random(7), 11)):
-        berth = Berth(Flaky(what, lambda key: key % every == 0), CPU, PAGE)
+        slow = ChainTier(Flaky(what, lambda key: key % every == 0), CPU, PAGE)
         model = chain()
         with pytest.warns(CheckpointWarning, match="is lost"):
-            assert same(results(model, run_with(model, actions, berth)), expected)
-        berth.close()
+            assert same(results(model, run_with(model, actions, slow)), expected)
+        slow.close()
 
 
 @pytest.mark.filterwarnings("ignore:tier")
@@ -316,9 +315,9 @@ EVERY_KIND += [Await(3), Reverse(0), Drop(0, tape=True)]
 
 def interrupted_at(moment: int, model: nn.Sequential) -> tuple[list[Tensor], list[str]]:
     """Return what training gives whose first backward is interrupted, and where that was."""
-    interrupts, berth = Interrupts([moment]), Berth(store(), CPU, PAGE)
-    with interrupts.strike(), contextlib.closing(berth):
-        forward = run_with(model, EVERY_KIND, berth)
+    interrupts, slow = Interrupts([moment]), ChainTier(store(), CPU, PAGE)
+    with interrupts.strike(), contextlib.closing(slow):
+        forward = run_with(model, EVERY_KIND, slow)
 
         def call(x: Tensor) -> Tensor:
             y = forward(x)
@@ -349,34 +348,35 @@ def test_an_interrupt_at_any_moment_of_a_backward_costs_time_only() -> None:
     assert struck >= {f"in {name}" for name in ("advance", "tape", "keep", "read", "wait", "drop")}
 
 
-def test_an_aborted_row_leaves_nothing_in_the_tier() -> None:
+def test_an_aborted_record_leaves_nothing_in_the_tier() -> None:
     tier = Flaky("break", lambda key: key == 2)
-    porter = Porter(tier, CPU, PAGE)
-    assert not porter.wait(porter.send([torch.zeros(4 * PAGE, dtype=torch.uint8)]))
+    lane = TierLane(tier, CPU, PAGE)
+    assert not lane.wait(lane.write([torch.zeros(4 * PAGE, dtype=torch.uint8)]))
     assert tier.stats.writes == 2
     assert tier.stats.stored_bytes == 0
-    porter.close()
+    lane.close()
 
 
 def test_memory_of_a_failed_read_is_not_reused_as_data() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(nn.Linear(24, 24), nn.Sigmoid()), nn.Linear(24, 24))
     expected = results(model, model)
-    berth = Berth(Flaky("read", lambda key: key == 1), CPU, PAGE)
+    slow = ChainTier(Flaky("read", lambda key: key == 1), CPU, PAGE)
     actions = [Tape(0), Put(0, tape=True), Save(1), Put(1), Evict(0, tape=True), Tape(1), Evict(1)]
     actions += [Tape(2), EndForward(), Reverse(2), Get(1), Get(0, tape=True), Await(2), Await(3)]
     actions += [Reverse(1), Free(1), Drop(1), Reverse(0), Drop(0, tape=True)]
-    call = run_with(model, actions, berth)
-    get = Stowage.get
+    call = run_with(model, actions, slow)
+    fetch = TierLane.fetch
 
-    def failing_first(self: Stowage, step: int, tape: bool) -> None:
-        get(self, step, tape)
-        self._stowed[step, tape].trip.done.wait(60)  # so that the next one finds it failed
+    def failing_first(self: TierLane, sent: Any, lines: Any) -> Any:
+        found = fetch(self, sent, lines)
+        found.done.wait(60)  # so that the next one finds it failed
+        return found
 
     with pytest.MonkeyPatch.context() as patch, pytest.warns(CheckpointWarning, match="is lost"):
-        patch.setattr(Stowage, "get", failing_first)
+        patch.setattr(TierLane, "fetch", failing_first)
         assert same(results(model, call), expected)
-    berth.close()
+    slow.close()
 
 
 class Waits(Flaky):
@@ -396,16 +396,16 @@ def test_bytes_that_another_tape_is_bringing_are_not_used_before_they_came() -> 
     model = nn.Sequential(nn.Sequential(nn.Linear(24, 24), nn.Sigmoid()), nn.Linear(24, 24))
     expected = results(model, model)
     waits = Waits()
-    berth = Berth(waits, CPU, PAGE)
+    slow = ChainTier(waits, CPU, PAGE)
     actions = [Tape(0), Put(0, tape=True), Save(1), Put(1), Evict(0, tape=True), Tape(1), Evict(1)]
     actions += [Tape(2), EndForward(), Reverse(2), Get(0, tape=True), Get(1), Await(3)]
     actions += [Reverse(1), Free(1), Drop(1), Await(2), Reverse(0), Drop(0, tape=True)]
-    call = run_with(model, actions, berth)
+    call = run_with(model, actions, slow)
     handle = model[1].weight.register_hook(lambda _: waits.go.set())  # after its input was taken
     with poisoned(), pytest.warns(CheckpointWarning, match="the output of stage 0 is lost"):
         assert same(results(model, call), expected)
     handle.remove()
-    berth.close()
+    slow.close()
 
 
 def test_bytes_that_another_tape_is_bringing_are_waited_for() -> None:
@@ -416,20 +416,20 @@ def test_bytes_that_another_tape_is_bringing_are_waited_for() -> None:
     actions = [Tape(0), Put(0, tape=True), Save(1), Put(1), Evict(0, tape=True), Tape(1), Evict(1)]
     actions += [Tape(2), EndForward(), Reverse(2), Get(0, tape=True), Get(1), Await(3)]
     actions += [Reverse(1), Free(1), Drop(1), Await(2), Reverse(0), Drop(0, tape=True)]
-    berth = Berth(store(), CPU, PAGE)
-    assert same(results(model, run_with(model, actions, berth)), expected)
-    berth.close()
+    slow = ChainTier(store(), CPU, PAGE)
+    assert same(results(model, run_with(model, actions, slow)), expected)
+    slow.close()
 
 
 def test_a_tier_that_is_closed_meanwhile_costs_time_only() -> None:
     expected = results(plain := chain(), plain)
     model = chain()
-    berth = Berth(store(), CPU, PAGE)
-    call = run_with(model, offload_all(len(model)), berth)
+    slow = ChainTier(store(), CPU, PAGE)
+    call = run_with(model, offload_all(len(model)), slow)
 
     def closing(x: Tensor) -> Tensor:
         y = call(x)
-        berth.close()
+        slow.close()
         return y
 
     with pytest.warns(CheckpointWarning, match="closed"):
@@ -438,9 +438,9 @@ def test_a_tier_that_is_closed_meanwhile_costs_time_only() -> None:
 
 def test_two_runs_share_a_tier() -> None:
     model, other = chain(), chain()
-    berth = Berth(store(), CPU, PAGE)
-    call, calls = run_with(model, offload_all(len(model)), berth), run_with(
-        other, offload_all(len(other)), berth
+    slow = ChainTier(store(), CPU, PAGE)
+    call, calls = run_with(model, offload_all(len(model)), slow), run_with(
+        other, offload_all(len(other)), slow
     )  # fmt: skip
     x = torch.randn(8, 24, requires_grad=True)
     torch.manual_seed(3)
@@ -450,8 +450,8 @@ def test_two_runs_share_a_tier() -> None:
     torch.manual_seed(3)
     (model(x).sum() + 2 * other(x).sum()).backward()
     assert torch.equal(found, x.grad)
-    assert berth.opened is not None
-    berth.close()
+    assert slow.opened is not None
+    slow.close()
 
 
 class Fails(nn.Module):
@@ -469,23 +469,23 @@ class Fails(nn.Module):
 def test_an_interrupt_leaves_no_thread_and_no_file(sweep: str, tmp_path: Any) -> None:
     model = chain()
     model.append(fails := Fails())
-    berth = Berth(FileStore(tmp_path), CPU, PAGE)
+    slow = ChainTier(FileStore(tmp_path), CPU, PAGE)
     n = len(model)
     actions = offload_all(n)
-    call = run_with(model, actions, berth)
+    call = run_with(model, actions, slow)
     if sweep == "forward":
         fails.fails = True
         with pytest.raises(KeyboardInterrupt):
             call(torch.randn(8, 24))
     else:
         y = call(torch.randn(8, 24, requires_grad=True))
-        assert berth.opened is not None
+        assert slow.opened is not None
         y.register_hook(lambda g: (_ for _ in ()).throw(ValueError("user")))
         with pytest.raises(ValueError, match="user"):
             y.sum().backward()
         del y
         gc.collect()
-    assert berth.opened is None
+    assert slow.opened is None
     assert not list(tmp_path.iterdir())
     assert not [t for t in threading.enumerate() if t.name.startswith("multistage")]
 
@@ -516,15 +516,15 @@ class Writes(nn.Module):
 
 def test_a_write_to_saved_tensors_is_found() -> None:
     model = nn.Sequential(nn.Linear(24, 24), nn.Sigmoid(), Writes(), nn.Linear(24, 24))
-    berth = Berth(store(), CPU, PAGE)
+    slow = ChainTier(store(), CPU, PAGE)
     actions = [Tape(0), Tape(1), Put(1, tape=True), Tape(2), Evict(1, tape=True), Tape(3)]
     actions += [Tape(4), EndForward(), Reverse(4), Reverse(3), Get(1, tape=True), Await(1)]
     actions += [Reverse(2), Reverse(1), Drop(1, tape=True), Reverse(0)]
-    call = run_with(model, actions, berth)
+    call = run_with(model, actions, slow)
     model[2].on = True
     with pytest.raises(RuntimeError, match="stage 1 saved for its gradient has been modified"):
         call(torch.randn(8, 24)).sum().backward()
-    berth.close()
+    slow.close()
 
 
 def test_a_write_to_a_state_on_its_way_is_found() -> None:
@@ -533,12 +533,12 @@ def test_a_write_to_a_state_on_its_way_is_found() -> None:
     actions = [Advance(0, 1), Save(1), Put(1), Advance(1, 2), Evict(1), Tape(2), Tape(3)]
     actions += [EndForward(), Reverse(3), Reverse(2), Get(1), Await(1), Load(1), Tape(1), Free(1)]
     actions += [Reverse(1), Drop(1), Load(0), Tape(0), Reverse(0)]
-    berth = Berth(store(), CPU, PAGE)
-    call = run_with(model, actions, berth)
+    slow = ChainTier(store(), CPU, PAGE)
+    call = run_with(model, actions, slow)
     model[1].on = True
     with pytest.raises(RuntimeError, match=r"in ?place"):
         call(torch.randn(8, 24)).sum().backward()
-    berth.close()
+    slow.close()
 
 
 class Saves(Writes):
@@ -554,12 +554,12 @@ def test_a_write_of_a_stage_to_its_input_that_has_left_is_found() -> None:
     model = nn.Sequential(nn.Linear(24, 24), Saves())
     actions = [Tape(0), Put(0, tape=True), Tape(1), Evict(0, tape=True), Tape(2), EndForward()]
     actions += [Reverse(2), Get(0, tape=True), Await(1), Reverse(1), Reverse(0)]
-    berth = Berth(store(), CPU, PAGE)
-    call = run_with(model, [*actions, Drop(0, tape=True)], berth)
+    slow = ChainTier(store(), CPU, PAGE)
+    call = run_with(model, [*actions, Drop(0, tape=True)], slow)
     model[1].on = True
     with pytest.raises(RuntimeError, match=r"in ?place"):
         call(torch.randn(8, 24)).sum().backward()
-    berth.close()
+    slow.close()
 
 
 @pytest.mark.parametrize("what", ["output 0", "output 2", "weight"])
@@ -581,15 +581,15 @@ def test_a_write_between_the_sweeps_is_found(what: str, by: str) -> None:
         actions += [Advance(2, 3), Evict(2), Tape(3), Tape(4), EndForward(), Reverse(4)]
         actions += [Reverse(3), Get(2), Await(2), Load(2), Tape(2), Free(2), Get(1), Reverse(2)]
         actions += [Await(3), Load(1), Tape(1), Free(1), Reverse(1), Load(0), Tape(0), Reverse(0)]
-    berth = Berth(store(), CPU, PAGE)
-    call = run_with(model, actions, berth)
+    slow = ChainTier(store(), CPU, PAGE)
+    call = run_with(model, actions, slow)
     outputs.clear()
     y = call(torch.randn(8, 24, requires_grad=True))
     with torch.no_grad():
         (layers[3].weight if what == "weight" else outputs[int(what[-1])]).mul_(2)
     with pytest.raises((RuntimeError, StateError), match=r"in ?place"):
         y.sum().backward()
-    berth.close()
+    slow.close()
 
 
 class Cosine(torch.autograd.Function):
@@ -608,8 +608,8 @@ class Cosine(torch.autograd.Function):
 def test_arrays_of_numpy_leave_too() -> None:
     model = nn.Sequential(*[Apply(Cosine) for _ in range(4)])
     expected = results(model, model)
-    berth = Berth(store(), CPU, PAGE)
-    call = run_with(model, offload_all(4), berth)
+    slow = ChainTier(store(), CPU, PAGE)
+    call = run_with(model, offload_all(4), slow)
     x = torch.randn(512, 24, requires_grad=True)
     tracemalloc.start()
     try:
@@ -622,7 +622,7 @@ def test_arrays_of_numpy_leave_too() -> None:
     assert held < 4 * x.nbytes + 8 * PAGE, (held, x.nbytes)
     y.sum().backward()
     assert same(results(model, call), expected)
-    berth.close()
+    slow.close()
 
 
 # ---------------------------------------------------------------------- Sequential
@@ -642,7 +642,7 @@ FAST = Tier.of_rates(1e12, 1e12, name="fast")
 @pytest.fixture
 def fast_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every tier be measured as fast, so that plans use it."""
-    monkeypatch.setattr(tiered, "_probed", lambda berth, most: (FAST, 0.0))
+    monkeypatch.setattr(tiered, "_probed", lambda tier, most: (FAST, 0.0))
     monkeypatch.setattr(choosing, "hooks_s", lambda: 1e-4)
 
 
@@ -673,20 +673,20 @@ def test_random_plans_are_legal_and_take_no_more_than_simulated() -> None:
     for seed in range(8):
         actions = random_plan(random.Random(seed), len(model))
         allowed = simulate(actions, None, costs, tiers=(FAST,)).peak_bytes
-        berth = Berth(store(), CPU, PAGE)
+        slow = ChainTier(store(), CPU, PAGE)
         with Meter(CPU) as meter:
             meter.ignore([x, *model.parameters(), *model.buffers()])
-            Run(list(model), traits, actions, berth).forward(x).sum().backward()
+            Run(list(model), traits, actions, slow).forward(x).sum().backward()
         for parameter in model.parameters():
             parameter.grad = None
         x.grad = None
         assert x.nbytes + meter.peak_bytes <= allowed
-        berth.close()
+        slow.close()
 
 
 def test_a_limit_that_is_too_small_leaves_the_tier_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def probed(berth: Berth, most: int) -> tuple[Tier, float]:
-        berth.porter()
+    def probed(slow: ChainTier, most: int) -> tuple[Tier, float]:
+        slow.open()
         return FAST, 0.0
 
     monkeypatch.setattr(tiered, "_probed", probed)
@@ -742,7 +742,7 @@ def test_sequential_trains_as_plain_with_a_tier(tier: str, tmp_path: Any) -> Non
 @pytest.mark.usefixtures("fast_tiers")
 @pytest.mark.parametrize("fault", ["full", "broken", "lost"])
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_rows_that_fail_cost_time_and_no_bits(
+def test_transfers_that_fail_cost_time_and_no_bits(
     fault: str, kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put, get, count = StreamedStore.put, StreamedStore.get, itertools.count()
@@ -804,7 +804,7 @@ def test_plans_without_gradients_leave_the_tier_alone() -> None:
     model.close()
     with torch.no_grad():
         model(torch.randn(ROWS, 24))
-    assert model._multistage.tiered._berth.opened is None
+    assert model._multistage.tiered._tier.opened is None
 
 
 @pytest.mark.usefixtures("fast_tiers")
@@ -843,16 +843,16 @@ def test_a_store_of_another_run_is_refused() -> None:
 @pytest.mark.usefixtures("fast_tiers")
 def test_a_forked_child_is_refused() -> None:
     model = sequential(store())
-    porter = model._multistage.tiered._berth.opened
+    lane = model._multistage.tiered._tier.opened
     child = os.fork()
     if not child:
         try:
-            model._multistage.tiered._berth.porter()
+            model._multistage.tiered._tier.open()
         except StoreError:
             os._exit(7)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert model._multistage.tiered._berth.opened is porter
+    assert model._multistage.tiered._tier.opened is lane
     model.close()
 
 
@@ -860,7 +860,7 @@ def test_a_forked_child_is_refused() -> None:
 def test_a_chain_that_is_dropped_closes_its_tier() -> None:
     tier = store()
     model = sequential(tier)
-    assert model._multistage.tiered._berth.opened is not None
+    assert model._multistage.tiered._tier.opened is not None
     del model
     gc.collect()
     tier.open(Layout.up_to(64))
@@ -868,7 +868,7 @@ def test_a_chain_that_is_dropped_closes_its_tier() -> None:
 
 
 def test_a_slower_tier_is_planned_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiered, "_probed", lambda berth, most: (FAST, 0.0))
+    monkeypatch.setattr(tiered, "_probed", lambda tier, most: (FAST, 0.0))
     model = sequential(store())
     before = model.plan
     for _ in range(3):
@@ -899,11 +899,11 @@ def test_making_plans_again_takes_a_fiftieth_of_the_time(monkeypatch: pytest.Mon
 def test_rates_are_not_taken_for_those_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     used = tiered.Tiered(["memory:"])
     used.rates = Tier.of_rates(100.0, 100.0)
-    used.berth(CPU, None).busier = 4.0
+    used.tier(CPU, None).busier = 4.0
     seen = Carried(100, 1, 4.0)
     monkeypatch.setattr(tiered.Tiered, "_look", lambda _: (seen, seen))
     assert not any(used.drifted() for _ in range(9))
-    used.berth(CPU, None).busier = 1.0
+    used.tier(CPU, None).busier = 1.0
     assert any(used.drifted() for _ in range(9))
     assert used.rates.write_bytes_per_s == 25.0
 
@@ -937,12 +937,12 @@ def test_a_tier_is_used_where_it_saves_a_part_of_the_time(
 
 def test_a_tier_that_does_not_pay_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Tier.of_rates(1e3, 1e3, name="slow")
-    monkeypatch.setattr(tiered, "_probed", lambda berth, most: (slow, 0.0))
+    monkeypatch.setattr(tiered, "_probed", lambda tier, most: (slow, 0.0))
     model = sequential(store())
     assert not any(isinstance(a, Put) for a in model.plan.actions)
     assert model.plan.tier == slow and model.plan.no_tier_s == model.plan.makespan_s
     assert all(said in str(model.plan) for said in ("tier slow", "lower bound", "every tape to"))
-    assert model._multistage.tiered._berth is None or not model._multistage.tiered._berth.opened
+    assert model._multistage.tiered._tier is None or not model._multistage.tiered._tier.opened
 
 
 @pytest.mark.parametrize("tiers", ["memry:", 3, "memory:?capacty=1"])
@@ -961,11 +961,11 @@ def test_the_cost_of_hooks_is_measured_with_plain_gradients() -> None:
     x = torch.ones(2, 4, requires_grad=True)
     names = [str(k) for k in range(len(stages))]
     profile = measure_stages(stages, names, x, seconds=0.0)
-    berth = Berth(store(), CPU, hooking._PAGE_BYTES)
+    slow = ChainTier(store(), CPU, hooking._PAGE_BYTES)
     found = []
     for actions in (hooking._kept(), hooking._travelling()):
         simulate(actions, None, held_by_caller(profile.costs), tiers=(FAST,))  # it is legal
-        run = Run(stages, profile.traits, actions, berth)
+        run = Run(stages, profile.traits, actions, slow)
         found += torch.autograd.grad(run.forward(x).sum(), x)
     plain = x
     for stage in stages:
@@ -974,7 +974,7 @@ def test_the_cost_of_hooks_is_measured_with_plain_gradients() -> None:
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[2])
     assert sum(isinstance(a, Put) for a in hooking._travelling()) == len(stages)
-    berth.close()
+    slow.close()
     before = torch.get_rng_state()
     with torch.device("meta"), torch.no_grad():
         assert 0 < hooking.hooks_s.__wrapped__() < 1
@@ -982,14 +982,14 @@ def test_the_cost_of_hooks_is_measured_with_plain_gradients() -> None:
 
 
 def test_a_tier_is_measured() -> None:
-    berth = Berth(store(), CPU, 1 << 16)
+    slow = ChainTier(store(), CPU, 1 << 16)
     drawn = torch.get_rng_state()
-    rates, slowdown = tiered._probed(berth, 1 << 20)
+    rates, slowdown = tiered._probed(slow, 1 << 20)
     assert torch.equal(torch.get_rng_state(), drawn)  # training draws as it would have
     assert rates.write_bytes_per_s > 1e5
     assert rates.read_bytes_per_s > 1e5
     assert slowdown >= 0
-    berth.close()
+    slow.close()
 
 
 def test_a_busy_machine_makes_no_tier_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1001,11 +1001,11 @@ def test_a_busy_machine_makes_no_tier_faster(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         tiered, "_round", lambda *given: carried.append(one_round(*given)) or carried[-1]
     )
-    berth = Berth(store(), CPU, 1 << 16)
-    rates, _ = tiered._probed(berth, 1 << 20)
+    slow = ChainTier(store(), CPU, 1 << 16)
+    rates, _ = tiered._probed(slow, 1 << 20)
     for way, rate in enumerate((rates.write_bytes_per_s, rates.read_bytes_per_s)):
         assert rate <= max(each[way].bytes_per_s(0.0) or 0.0 for each in carried)
-    berth.close()
+    slow.close()
     seen = Carried(8000, 1, 2.0)  # 4 kB/s
     assert tiered._seen(seen, 0.0, 8.0, 5000.0) == 5000.0  # as planned, as far as can be told
     assert tiered._seen(seen, 0.0, 8.0, 1e6) == 32_000.0
@@ -1064,7 +1064,7 @@ def test_parameters_given_other_memory_are_seen_as_by_autograd() -> None:
     plain, ours = (nn.Sequential(*[_Scale() for _ in range(hooking._STAGES)]) for _ in range(2))
     names = [str(k) for k in range(len(ours))]
     traits = measure_stages(list(ours), names, torch.ones(16, 256), seconds=0.0).traits
-    berth = Berth(store(), CPU, PAGE)
-    run = Run(list(ours), traits, hooking._travelling(), berth)
+    slow = ChainTier(store(), CPU, PAGE)
+    run = Run(list(ours), traits, hooking._travelling(), slow)
     assert same(gradients(plain, plain), gradients(run.forward, ours))
-    berth.close()
+    slow.close()

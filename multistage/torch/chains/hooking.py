@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...actions import Action, Await, Drop, EndForward, Evict, Get, Put, Reverse, Tape
 from ...backends.memory import MemoryStore
 from ..measurement.measure import measure_stages
-from ..tiers.stowage import Berth
+from ..tiers.lane import ChainTier
 from .runner import Run
 
 _STAGES = 4
@@ -44,14 +44,14 @@ def hooks_s() -> float:
         stages = [_Small() for _ in range(_STAGES)]
         x = torch.ones(2, 4, requires_grad=True)
         traits = measure_stages(stages, [str(k) for k in range(_STAGES)], x, seconds=0.0).traits
-        berth = Berth(MemoryStore(buffer_bytes=0), torch.device("cpu"), _PAGE_BYTES)
+        tier = ChainTier(MemoryStore(buffer_bytes=0), torch.device("cpu"), _PAGE_BYTES)
         try:
             seconds = [
-                min(_seconds(Run(stages, traits, actions, berth), x) for _ in range(_ROUNDS))
+                min(_seconds(Run(stages, traits, actions, tier), x) for _ in range(_ROUNDS))
                 for actions in (_kept(), _travelling())
             ]
         finally:
-            berth.close()
+            tier.close()
     return max(0.0, seconds[1] - seconds[0]) / _STAGES
 
 

@@ -41,10 +41,9 @@ from ..measurement.checking import Check
 from ..measurement.joining import Calls
 from ..measurement.traits import Traits as Traits
 from ..measurement.watching import Metered
-from ..tiers.parcels import Origins
-from ..tiers.stowage import Berth, Stowage
-from .away import Away
-from .links import FastMemory, HeldTape, Links, Script, StageSlots
+from ..tiers.lane import ChainTier
+from .holdings import HeldTape, Holdings
+from .links import Links, Script
 from .stages import StageRunner, storages_of_all
 
 
@@ -56,7 +55,7 @@ class Run:
     stages, traits : sequences of equal length
     actions : sequence of Action
         Of a plan; its last stage is the loss.
-    berth : Berth, optional
+    tier : ChainTier, optional
         The tier of a plan that sends something there.
     watchful : bool
         Whether every stage is watched for draws of random numbers; see `StageRunner`.
@@ -75,7 +74,7 @@ class Run:
         stages: Calls,
         traits: Sequence[Traits],
         actions: Sequence[Action],
-        berth: Berth | None = None,
+        tier: ChainTier | None = None,
         *,
         watchful: bool = True,
         course: Stages | None = None,
@@ -86,7 +85,7 @@ class Run:
         self._stages = StageRunner(stages, traits, watchful=watchful, check=check)
         self._script = Script(actions)
         self._course, self._left, self._metered = course, left, metered
-        self._berth = berth
+        self._tier = tier
         self._streams = any(isinstance(action, Put) for action in actions)
         self._lock = threading.RLock()
 
@@ -102,11 +101,6 @@ class Run:
             unforeseen; all that the stages did is undone, except for writes to the input.
         """
         with self._unless_it_fails(), self._stages.turn(), self._stages.sweep(state):
-            stowage = None
-            if self._streams:
-                assert self._berth is not None
-                names = [trait.name for trait in self._stages.traits]
-                stowage = Stowage(self._berth, names)
             first = KeptState.of(state)
             staying = storages_of_all(tensors_in(state))
             if self._stages.traits[0].changes_input:
@@ -114,19 +108,19 @@ class Run:
                 first = first.cloned()
             else:
                 first.summed()
-            self._memory = FastMemory(first, staying)
-            links = Links(self._stages, self._script, self._memory, streams=self._streams)
-            self._away = Away(self._stages, self._memory, stowage)
+            tier = self._tier if self._streams else None
+            self._holdings = holdings = Holdings(self._stages, first, staying, tier)
+            links = Links(self._stages, self._script, holdings, streams=self._streams)
             self._sweep = Sweep(
                 self._play(),
                 links,
-                StageSlots(),
-                self._away,
+                links,
+                holdings,
                 Kept(first, ()),
                 [state],
                 late=self._late(),
             )
-            self._memory.held, self._memory.tapes = self._sweep.held, self._sweep.tapes
+            holdings.held, holdings.tapes = self._sweep.held, self._sweep.tapes
             del state, first
             # Not for longer: the graph refers to us, and we would to it.
             links.unpack = self._tensor
@@ -135,8 +129,7 @@ class Run:
                     self._sweep.forward()
             finally:
                 links.unpack = None
-            if stowage is not None:
-                stowage.turn()
+            holdings.turn()
             live = self._sweep.take_live()
             assert isinstance(live, list)
             last = live.pop()
@@ -151,8 +144,8 @@ class Run:
         try:
             yield
         except BaseException:
-            if self._berth is not None and self._streams:
-                self._berth.leave()
+            if self._tier is not None and self._streams:
+                self._tier.leave()
             raise
 
     def _late(self) -> Callable[[Sweep, Wait | Offer], Schedule | None] | None:
@@ -160,14 +153,18 @@ class Run:
         if self._course is None or not self._streams:
             return None
         late: Late = Late(self._course)
-        late.begin(self._away)
-        script, memory, left = self._script, self._memory, self._left  # not us: we have the sweep
+        late.begin(self._holdings)
+        script, holdings, left = (
+            self._script,
+            self._holdings,
+            self._left,
+        )  # not us: we have the sweep
 
         def asked(sweep: Sweep, action: Wait | Offer) -> Schedule | None:
             actions = late(sweep, action)
             if actions is None:
                 return None
-            memory.leaving = set()  # nothing leaves any more
+            holdings.leaving = set()  # nothing leaves any more
             left()
             return script.leave(tuple(actions))
 
@@ -175,13 +172,13 @@ class Run:
 
     def _play(self) -> Schedule:
         """Return the actions of the plan, from the first one on."""
-        self._memory.leaving = self._script.leaving()
+        self._holdings.leaving = self._script.leaving()
         return self._script.play()
 
     def _restart(self) -> Schedule:
         """Release what is away; return the actions of the plan."""
-        self._away.clear()
-        self._memory.origins = Origins()
+        self._holdings.clear()
+        self._holdings.known = {}
         self._sweep.late = self._late()
         return self._play()
 
@@ -213,16 +210,16 @@ class Run:
             with self._again():
                 tape = sweep.reverse_until(i, self._restart)
                 if tape is None:
-                    tape = sweep.given = self._away.tape_again(i, None)
+                    tape = sweep.given = self._holdings.tape_again(i, None)
                 assert isinstance(tape, HeldTape)
                 tape.begin()
         tape = sweep.given
-        if tape.is_input(number) and (state := self._memory.at_hand(i)) is not None:
+        if tape.is_input(number) and (state := self._holdings.at_hand(i)) is not None:
             state.verify()
         tensor: Tensor | None = tape.take(number)
         if tensor is None:
             with self._again():
-                tape = sweep.given = self._away.tape_again(i, tape)
+                tape = sweep.given = self._holdings.tape_again(i, tape)
             tensor = tape.take(number)
             assert tensor is not None
         return tensor

@@ -19,10 +19,10 @@ import torch
 from ...errors import BudgetError, CheckpointWarning, MultistageError
 from ...planners.chain.heterogeneous import smallest_memory
 from ...support.units import format_bytes
+from ..chains.holdings import CannotTravel
 from ..environment.turns import TURN
 from ..measurement.both_ways import Both, NotAlone
 from ..tensors.meter import Meter
-from ..tiers.stowage import CannotTravel
 from .choosing import device_of, held_by_caller
 from .limited import LimitedModule, Planned, is_collective, replaced, sends, whole
 from .running import fitted, run

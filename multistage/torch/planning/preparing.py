@@ -9,12 +9,12 @@ import torch
 
 from ...errors import ArgumentError, BudgetError, CheckpointWarning, StoreError
 from ...planners.chain.heterogeneous import ChainPlan
+from ..chains.holdings import CannotTravel
 from ..environment.scope import Found
 from ..environment.turns import TURN
 from ..measurement.checking import Checked, check_chain, room_for_tapes
 from ..measurement.measure import Profile, measure_stages
 from ..measurement.watching import Seen
-from ..tiers.stowage import CannotTravel
 from ..tiers.tiered import Tiered
 from .choosing import PAYS, chosen, limit_of
 from .holding import corrected, within_limit

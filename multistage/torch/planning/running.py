@@ -24,7 +24,7 @@ from ..environment.turns import TURN
 from ..measurement.checking import Checked
 from ..measurement.measure import SECONDS, Profile, measure_stages
 from ..measurement.traits import ApartError, LargerError, Sizes, UnforeseenError
-from ..tiers.stowage import Berth
+from ..tiers.lane import ChainTier
 from .choosing import chosen, device_of, limit_of, of_rank_0
 from .limited import (
     Limited,
@@ -182,12 +182,12 @@ def _at_least(now: Profile, before: Profile, larger: LargerError) -> Profile:
 _MOST_PLANS = 4  # for each stage and input, if they are larger each time
 
 
-def _berth(sequential: LimitedModule, plan: ChainPlan) -> Berth | None:
+def _tier(sequential: LimitedModule, plan: ChainPlan) -> ChainTier | None:
     """Return the tier that a plan sends to, None if it sends nothing."""
     tiered = sequential._multistage.tiered
     if tiered is None or not sends(plan):
         return None
-    return tiered.berth(device_of(sequential), plan.memory_bytes)
+    return tiered.tier(device_of(sequential), plan.memory_bytes)
 
 
 def run(
@@ -213,14 +213,14 @@ def run(
             planned.stages, profile.groups, profile.traits, planned.plan.actions, joins=joins
         )
         try:
-            berth = _berth(sequential, planned.plan)
+            tier = _tier(sequential, planned.plan)
             # Ranks that run stages together cannot leave their plan one by one.
-            late = None if berth is None or collective else _course(planned.plan)
+            late = None if tier is None or collective else _course(planned.plan)
             result = Run(
                 stages,
                 traits,
                 actions,
-                berth,
+                tier,
                 watchful=chain.watchful or collective,
                 course=late,
                 left=partial(_note_left, chain, planned.plan, late),

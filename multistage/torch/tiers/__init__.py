@@ -1,1 +1,1 @@
-"""Slow tiers for tensors: rows of bytes, and the threads and streams that carry them."""
+"""Slow tiers for tensors: records of bytes, and the threads and streams that carry them."""

@@ -1,8 +1,8 @@
 """Lines of bytes of any length in a `Store`, in pages: what moves at a time.
 
-A *row* is some lines of bytes one after the other.  Its pages are records of the store, each
-of parts of the lines, taken by reference.  So little memory is needed on the way, and a row
-that is needed no more can be given up between two pages.
+A *record* is some lines of bytes one after the other.  Each of its pages is a state of the
+store, of parts of the lines, taken by reference.  So little memory is needed on the way, and a
+record that is needed no more can be given up between two pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...states.layout import ALIGN, Layout
 
 PAGE_BYTES = 1 << 20
 _LEAST_PAGE_BYTES = 4096
-_AHEAD = 3  # pages of a row that are read ahead
+_AHEAD = 3  # pages of a record that are read ahead
 DEPTH = 4  # pages whose writes may be waiting
 _SHARE = 12  # of a memory limit, the most that buffers should take
 
@@ -81,7 +81,7 @@ class Pager:
     Attributes
     ----------
     stopped : bool
-        Once another thread sets it, rows in flight end at their next page, as lost.
+        Once another thread sets it, records in flight end at their next page, as lost.
 
     Notes
     -----
@@ -97,7 +97,7 @@ class Pager:
     def put(
         self, lines: Sequence[Tensor], cancelled: Callable[[], bool] = lambda: False
     ) -> range | None:
-        """Queue the writes of a row; return the keys of its pages.
+        """Queue the writes of a record; return the keys of its pages.
 
         None if there was no room, or if it was cancelled.
 
@@ -106,11 +106,11 @@ class Pager:
         lines : sequence of Tensor
             Of uint8 and one dimension; unchanged until `wait`.
         cancelled : callable, optional
-            Asked before each page whether the row is needed no more.
+            Asked before each page whether the record is needed no more.
         """
         start = stop = self._next_key
         for parts in cut([len(line) for line in lines], self.page_bytes):
-            page = [_record(lines[number][first:last]) for number, first, last in parts]
+            page = [_part(lines[number][first:last]) for number, first, last in parts]
             try:
                 taken = not self.stopped and not cancelled()
                 taken = taken and self._store.put(stop, page, block=True)
@@ -139,7 +139,7 @@ class Pager:
             self._store.prefetch(key)
 
     def read(self, keys: range, lengths: Sequence[int], targets: Sequence[Tensor | None]) -> None:
-        """Read a row, some pages ahead.
+        """Read a record, some pages ahead.
 
         Parameters
         ----------
@@ -177,6 +177,6 @@ class Pager:
             self._store.drop(key)
 
 
-def _record(part: Tensor) -> Any:
+def _part(part: Tensor) -> Any:
     """Return part of a line as the store takes it."""
     return part.numpy() if part.device.type == "cpu" else part

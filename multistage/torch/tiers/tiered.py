@@ -17,13 +17,12 @@ from ...errors import ArgumentError
 from ...model.tier import Tier
 from ...states.layout import Layout
 from .by_name import open_tiers
+from .lane import Carried, ChainTier, TierLane
 from .paging import DEPTH, page_for
-from .porter import Carried, Porter
-from .stowage import Berth
 
 _PROBE_S = 0.3  # about as long as the tier is measured
 _PROBE_BYTES = 32 << 20  # most that are sent at a time
-_ROWS = 8  # that are sent at a time
+_RECORDS = 8  # that are sent at a time
 _WIDE_BYTES = 16 << 20  # read and written by computing, more than most caches hold
 # A tier that is not used is looked at again after so many times what looking takes.
 _AGAIN, _LOOK_S = 50, 1.0
@@ -52,7 +51,7 @@ class Tiered:
         self.names = tuple(names)
         self.rates: Tier | None = None
         self.slowdown = 0.0
-        self._berth: Berth | None = None
+        self._tier: ChainTier | None = None
         self._buffer_bytes = 0
         self._since = Carried(), Carried()  # when the rates were compared last
         self._looks = 0
@@ -62,7 +61,7 @@ class Tiered:
         self.clock: Callable[[], float] = time.monotonic
         self._due_s: float | None = None
 
-    def berth(self, device: torch.device, limit_bytes: int | None) -> Berth:
+    def tier(self, device: torch.device, limit_bytes: int | None) -> ChainTier:
         """Return the tier, for tensors of a device; it is made at the first call.
 
         Raises
@@ -70,24 +69,24 @@ class Tiered:
         ArgumentError
             If it was made for another device.
         """
-        if self._berth is None:
+        if self._tier is None:
             store = open_tiers(self.names, device)
             assert store is not None
             store.queue_depth = max(store.queue_depth, DEPTH)
             on_host = device.type != "cuda"
             page_bytes, buffers = page_for(store, limit_bytes if on_host else None)
             self._buffer_bytes = buffers if on_host else 0
-            self._berth = Berth(store, device, page_bytes)
-        elif self._berth.device != device:
+            self._tier = ChainTier(store, device, page_bytes)
+        elif self._tier.device != device:
             raise ArgumentError(
-                f"the tier {self._berth.store.name!r} was opened for tensors on "
-                f"{self._berth.device}, and the chain is on {device} now; make the chain again"
+                f"the tier {self._tier.store.name!r} was opened for tensors on "
+                f"{self._tier.device}, and the chain is on {device} now; make the chain again"
             )
-        return self._berth
+        return self._tier
 
     def buffer_bytes(self, device: torch.device, limit_bytes: int | None) -> int:
         """Return the bytes on the device's memory that transfers take on their way."""
-        self.berth(device, limit_bytes)
+        self.tier(device, limit_bytes)
         return self._buffer_bytes
 
     def measured(self, device: torch.device, limit_bytes: int | None) -> Tier:
@@ -99,19 +98,19 @@ class Tiered:
             If the tier cannot be used.
         """
         if self.rates is None:
-            berth = self.berth(device, limit_bytes)
+            tier = self.tier(device, limit_bytes)
             most = _PROBE_BYTES if limit_bytes is None else min(_PROBE_BYTES, limit_bytes // 2)
-            self.rates, self.slowdown = _probed(berth, max(berth.page_bytes, most))
+            self.rates, self.slowdown = _probed(tier, max(tier.page_bytes, most))
             self._look()
         return self.rates
 
     def _look(self) -> tuple[Carried, Carried]:
         """Return what was carried since the last look."""
-        porter = None if self._berth is None else self._berth.opened
-        if porter is None:
+        lane = None if self._tier is None else self._tier.opened
+        if lane is None:
             self._since = Carried(), Carried()
             return Carried(), Carried()
-        now = replace(porter.written), replace(porter.read)
+        now = replace(lane.written), replace(lane.read)
         found = now[0].since(self._since[0]), now[1].since(self._since[1])
         self._since = now
         return found
@@ -128,7 +127,7 @@ class Tiered:
         now_s = self.clock()
         if self._due_s is None:
             self._due_s = now_s + _AGAIN * _LOOK_S
-        if now_s < self._due_s or (self._berth is not None and self._berth.is_closing):
+        if now_s < self._due_s or (self._tier is not None and self._tier.is_closing):
             return False
         self.rates = None
         return True
@@ -152,7 +151,7 @@ class Tiered:
         written, read = self._look()
         if self._looks == 2 and self._slower == 1.0:
             return False  # in the first iteration memory was touched for the first time
-        busier = 1.0 if self._berth is None else self._berth.busier
+        busier = 1.0 if self._tier is None else self._tier.busier
         latency_s = self.rates.latency_s
         write = _seen(written, latency_s, busier, self.rates.write_bytes_per_s)
         fetch = _seen(read, latency_s, busier, self.rates.read_bytes_per_s)
@@ -177,14 +176,14 @@ class Tiered:
 
     def leave(self) -> None:
         """Close the tier, which is not used; do not wait long for one that does not answer."""
-        if self._berth is not None:
-            self._berth.leave()
+        if self._tier is not None:
+            self._tier.leave()
         self._since = Carried(), Carried()
 
     def close(self) -> None:
         """Stop the tier's thread and give back what it holds.  May be called twice."""
-        if self._berth is not None:
-            self._berth.close()
+        if self._tier is not None:
+            self._tier.close()
         self._since = Carried(), Carried()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -214,7 +213,7 @@ def _seen(
     return max(seen, min(planned_bytes_per_s, math.inf if alone is None else alone * busier))
 
 
-def _probed(berth: Berth, most_bytes: int) -> tuple[Tier, float]:
+def _probed(tier: ChainTier, most_bytes: int) -> tuple[Tier, float]:
     """Measure a tier, with pages as chains send them, while this thread computes.
 
     Returns
@@ -223,30 +222,30 @@ def _probed(berth: Berth, most_bytes: int) -> tuple[Tier, float]:
     slowdown : float
         How much longer computing takes meanwhile, less 1.
     """
-    porter = berth.porter()
-    count = max(1, min(_ROWS, most_bytes // berth.page_bytes))
+    lane = tier.open()
+    count = max(1, min(_RECORDS, most_bytes // tier.page_bytes))
     length = max(1, most_bytes // count)
-    drawn = torch.Generator(berth.device).manual_seed(0)  # the caller's stay as they are
-    rows = [
-        torch.randint(0, 256, (length,), dtype=torch.uint8, device=berth.device, generator=drawn)
+    drawn = torch.Generator(tier.device).manual_seed(0)  # the caller's stay as they are
+    records = [
+        torch.randint(0, 256, (length,), dtype=torch.uint8, device=tier.device, generator=drawn)
         for _ in range(count)
     ]
     wide_bytes = min(_WIDE_BYTES, most_bytes // 4)
-    alone, load = (_Load(berth.device, wide_bytes) for _ in range(2))
+    alone, load = (_Load(tier.device, wide_bytes) for _ in range(2))
     began = time.perf_counter()
     rounds: list[tuple[Carried, Carried]] = []
     while len(rounds) < 2 or time.perf_counter() - began < _PROBE_S:
         alone.run_for(_PROBE_S / 12)  # in turn: the machine may be busy with other work
-        rounds.append(_round(porter, rows, load))
+        rounds.append(_round(lane, records, load))
     # The first round is for memory that is touched for the first time.  The best one is hardly
     # in the way of other work: what that costs on average is no part of it.
     write, read = (max(each[way].bytes_per_s(0.0) or 0.0 for each in rounds[1:]) for way in (0, 1))
     rates = Tier.of_rates(
         write_bytes_per_s=max(write, 1.0),
         read_bytes_per_s=max(read, 1.0),
-        latency_s=_latency(porter, rows[0][:1]),
-        capacity_bytes=_capacity(berth.store, berth.page_bytes),
-        name=berth.store.name,
+        latency_s=_latency(lane, records[0][:1]),
+        capacity_bytes=_capacity(tier.store, tier.page_bytes),
+        name=tier.store.name,
     )
     return rates, min(1.0, max(0.0, load.round_s() / alone.round_s() - 1))
 
@@ -289,34 +288,34 @@ class _Load:
 
 def _capacity(store: Store, page_bytes: int) -> int | None:
     pages = store.capacity_states(Layout.up_to(page_bytes))
-    # A row ends in a page that is not full.
+    # A record ends in a page that is not full.
     return None if pages is None else max(0, pages - 1) * page_bytes
 
 
-def _round(porter: Porter, rows: Sequence[Tensor], load: _Load) -> tuple[Carried, Carried]:
-    """Send rows and fetch them back; return what was carried."""
-    before = replace(porter.written), replace(porter.read)
-    sent = [porter.send([row]) for row in rows]
+def _round(lane: TierLane, records: Sequence[Tensor], load: _Load) -> tuple[Carried, Carried]:
+    """Write records and fetch them back; return what was carried."""
+    before = replace(lane.written), replace(lane.read)
+    sent = [lane.write([record]) for record in records]
     load.run_while(lambda: not sent[-1].done.is_set())
-    trips = [
-        porter.fetch(trip.row, [row])
-        for trip, row in zip(sent, rows, strict=True)
-        if porter.wait(trip)
+    found = [
+        lane.fetch(each, [record])
+        for each, record in zip(sent, records, strict=True)
+        if lane.wait(each)
     ]
-    if trips:
-        load.run_while(lambda: not trips[-1].done.is_set())
-    for trip in trips:
-        porter.wait(trip)
-        porter.drop(trip.row)
-    return porter.written.since(before[0]), porter.read.since(before[1])
+    if found:
+        load.run_while(lambda: not found[-1].done.is_set())
+    for each in found:
+        lane.wait(each)
+        lane.drop(each)
+    return lane.written.since(before[0]), lane.read.since(before[1])
 
 
-def _latency(porter: Porter, line: Tensor) -> float:
-    """Return the seconds that a row takes whose bytes take none."""
+def _latency(lane: TierLane, line: Tensor) -> float:
+    """Return the seconds that a record takes whose bytes take none."""
     seconds = []
     for _ in range(5):
-        trip = porter.send([line])
-        porter.wait(trip)
-        porter.drop(trip.row)
-        seconds.append(trip.seconds)
+        sent = lane.write([line])
+        lane.wait(sent)
+        lane.drop(sent)
+        seconds.append(sent.seconds)
     return min(seconds)

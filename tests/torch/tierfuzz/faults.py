@@ -14,10 +14,10 @@ from torch import Tensor
 from multistage.actions import Action
 from multistage.backends import FileStore, MemoryStore
 from multistage.backends.base import CheckpointLost
-from multistage.torch.chains.away import Away
-from multistage.torch.chains.links import Links, Script, StageSlots
-from multistage.torch.tiers import porter as porters
-from multistage.torch.tiers.parcels import Origin
+from multistage.torch.chains.holdings import Holdings
+from multistage.torch.chains.links import Links, Script
+from multistage.torch.tiers.groups import Origin
+from multistage.torch.tiers.lane import TierLane, Transfer
 
 
 class Faults:
@@ -59,38 +59,38 @@ class Pace:
 
     def __init__(self, rng: random.Random, way: str) -> None:
         self._rng, self._way = rng, way
-        self._places: dict[porters.Trip, int] = {}
+        self._places: dict[Transfer, int] = {}
         self._wanted = 0  # up to this one they may go
         self._moved = threading.Condition()
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        queue, wait, carry = porters.Porter._queue, porters.Porter.wait, porters._Work._carry
+        queue, wait, carry = TierLane._queue, TierLane.wait, TierLane._carry
 
-        def queued(porter: porters.Porter, trip: porters.Trip) -> porters.Trip:
-            place = self._places[trip] = len(self._places) + 1
+        def queued(lane: TierLane, transfer: Transfer) -> Transfer:
+            place = self._places[transfer] = len(self._places) + 1
             now = self._way == "eager" or (self._way == "mixed" and self._rng.random() < 0.4)
-            queue(porter, trip)
+            queue(lane, transfer)
             if now:
                 self._may_go(place)
-                trip.done.wait(60)
-            return trip
+                transfer.done.wait(60)
+            return transfer
 
-        def waited(porter: porters.Porter, trip: porters.Trip) -> bool:
-            self._may_go(self._places[trip])
-            return wait(porter, trip)
+        def waited(lane: TierLane, transfer: Transfer) -> bool:
+            self._may_go(self._places[transfer])
+            return wait(lane, transfer)
 
-        def carried(work: Any, trip: porters.Trip) -> None:
+        def carried(lane: TierLane, transfer: Transfer) -> None:
             if self._way in ("lazy", "mixed"):
                 with self._moved:  # by `close` too, which tells nobody
-                    while self._places[trip] > self._wanted and not work.pager.stopped:
+                    while self._places[transfer] > self._wanted and not lane._pager.stopped:
                         self._moved.wait(0.02)
-            carry(work, trip)
+            carry(lane, transfer)
 
         with (
-            mock.patch.object(porters.Porter, "_queue", queued),
-            mock.patch.object(porters.Porter, "wait", waited),
-            mock.patch.object(porters._Work, "_carry", carried),
+            mock.patch.object(TierLane, "_queue", queued),
+            mock.patch.object(TierLane, "wait", waited),
+            mock.patch.object(TierLane, "_carry", carried),
         ):
             yield
 
@@ -105,8 +105,8 @@ def poisoned() -> Iterator[None]:
     """Fill memory with NaN that awaits bytes from the tier."""
     renew = Origin.renew
 
-    def poison(origin: Origin) -> Tensor:
-        memory = renew(origin)
+    def poison(origin: Origin, known: dict[int, Origin]) -> Tensor:
+        memory = renew(origin, known)
         memory.numpy().fill(255)  # no version counter sees it
         return memory
 
@@ -179,7 +179,6 @@ class Interrupts:
 
 
 CALLS = (
-    *((Links, name) for name in ("advance", "tape")),
-    *((StageSlots, name) for name in ("keep", "load", "keep_tape", "release")),
-    *((Away, name) for name in ("write", "read", "wait", "evict", "drop", "find", "find_tape")),
+    *((Links, name) for name in ("advance", "tape", "keep", "load", "keep_tape", "release")),
+    *((Holdings, name) for name in ("write", "read", "wait", "evict", "drop", "find", "find_tape")),
 )

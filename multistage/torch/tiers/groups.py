@@ -1,8 +1,8 @@
 """Tensors that leave fast memory together and come back as they were.
 
-A parcel is the tape of a stage, or a state between two.  What travels is the bytes of
+A group is the tape of a stage, or a state between two.  What is transferred is the bytes of
 the storages its tensors lie in; they come back with the same strides, alignment, lazy
-bits and sharing of memory (`geometry.py`).  A storage that another parcel still has in
+bits and sharing of memory (`geometry.py`).  A storage that another group still has in
 fast memory, or has brought back, is shared with it.
 
 What stays: memory that is held elsewhere, such as parameters and the chain's input.
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..tensors.geometry import Geometry, is_plain, whole
-from .porter import Trip
+from .lane import Transfer
 
 _ALIGN_BYTES = {"cpu": 64}  # as allocated, and the widest that kernels ask for
 _DEVICE_ALIGN_BYTES = 256
@@ -27,36 +27,44 @@ class Origin:
     """A storage, and the memory that has its bytes now: its own, or that it came back to.
 
     All tensors that come back to one memory count its versions together, whichever
-    parcels they are of: who writes to it is found out, as in plain training.
+    groups they are of: a write to it is found, as in plain training.
+
+    Parameters
+    ----------
+    storage : torch.UntypedStorage
+    known : dict of int to Origin
+        The storages that a run may send away, by address; it is entered there.
 
     Attributes
     ----------
     nbytes : int
     memories : int
         How often it got new memory.
-    filler : Trip or None
+    filler : Transfer or None
         That brings the bytes back; None while the memory is its own.
     """
 
     __slots__ = ("_align", "_alignment", "_device", "_probe", "_shift", "_weak", "filler",
                  "memories", "nbytes")  # fmt: skip
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
+    def __init__(self, storage: torch.UntypedStorage, known: dict[int, Origin]) -> None:
         self.nbytes = storage.nbytes()
         self._probe: Tensor | None = None  # counts with the memory it came back to
         self.memories = 0
-        self.filler: Trip | None = None
+        self.filler: Transfer | None = None
         self._device = storage.device
         self._align = _ALIGN_BYTES.get(self._device.type, _DEVICE_ALIGN_BYTES)
         self._alignment = storage.data_ptr() % self._align
         self._shift = 0
         # While it is referred to, no other storage has its address.
         self._weak = StorageWeakRef(storage)
+        known[self._weak.cdata] = self
 
-    @property
-    def address(self) -> int:
-        """Of the storage that is its memory, or was last."""
-        return int(self._weak.cdata)
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage, known: dict[int, Origin]) -> Origin:
+        """Return that of a storage."""
+        found = known.get(storage._cdata)
+        return cls(storage, known) if found is None else found
 
     @property
     def is_there(self) -> bool:
@@ -71,7 +79,7 @@ class Origin:
     def bytes(self) -> Tensor | None:
         """Return its memory as one row of bytes, which may still be on their way; None if gone."""
         filler = self.filler
-        if filler is not None and filler.done.is_set() and filler.row.error:
+        if filler is not None and filler.done.is_set() and filler.error:
             return None
         storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
         if storage is None or self._probe is None:
@@ -81,11 +89,12 @@ class Origin:
         return memory
 
     def line(self, memory: Tensor) -> Tensor:
-        """Return the part of its memory that travels; who fills it does not count as writing."""
+        """Return the part of its memory that is transferred; filling it counts as no write."""
         return whole(memory.untyped_storage())[self._shift : self._shift + self.nbytes]
 
-    def renew(self) -> Tensor:
-        """Return new memory for it, aligned as its own."""
+    def renew(self, known: dict[int, Origin]) -> Tensor:
+        """Return new memory for it, aligned as its own; it is known by that from now on."""
+        del known[self._weak.cdata]
         memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
         self._shift = (self._alignment - memory.data_ptr()) % self._align
         if self._shift:
@@ -93,6 +102,7 @@ class Origin:
             memory = torch.empty(self.nbytes + self._align, dtype=torch.uint8, device=self._device)
             self._shift = (self._alignment - memory.data_ptr()) % self._align
         self._weak = StorageWeakRef(memory.untyped_storage())
+        known[self._weak.cdata] = self
         self._probe = memory.detach()
         self._probe.data = memory.new_empty(0)
         self.memories += 1
@@ -140,34 +150,14 @@ class Watch:
         return probe
 
 
-class Origins:
-    """The storages that a run has sent away or may send."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, Origin] = {}
-
-    def of(self, storage: torch.UntypedStorage) -> Origin:
-        """Return that of a storage."""
-        origin = self._known.get(storage._cdata)
-        if origin is None:
-            origin = self._known[storage._cdata] = Origin(storage)
-        return origin
-
-    def renew(self, origin: Origin) -> Tensor:
-        """Return new memory for one, by which it is known from now on."""
-        del self._known[origin.address]
-        memory = origin.renew()
-        self._known[origin.address] = origin
-        return memory
-
-
-class Parcel:
-    """Tensors that travel together.
+class TensorGroup:
+    """Tensors that are transferred together.
 
     Parameters
     ----------
     tensors : sequence of Tensor or None
-    origins : Origins
+    known : dict of int to Origin
+        The storages that the run has sent away or may send, by address.
     stays : container of int
         Storages, by address, that are held elsewhere.
 
@@ -176,7 +166,7 @@ class Parcel:
     tensors : list of Tensor or None
         None for those that are away or were taken.
     stuck : list of str
-        What those tensors are that cannot travel, though nothing else holds them.
+        What those tensors are that cannot be transferred, though nothing else holds them.
     versions : dict of int to int
         Of those that came back, by their number: -1 if one was written to meanwhile, in
         memory that something else holds.
@@ -184,8 +174,8 @@ class Parcel:
 
     __slots__ = (
         "_fillers",
+        "_known",
         "_memory",
-        "_origins",
         "_places",
         "_renewed",
         "_watches",
@@ -195,15 +185,15 @@ class Parcel:
     )
 
     def __init__(
-        self, tensors: Sequence[Tensor | None], origins: Origins, stays: Container[int]
+        self, tensors: Sequence[Tensor | None], known: dict[int, Origin], stays: Container[int]
     ) -> None:
         self.tensors = list(tensors)
         self.stuck: list[str] = []
-        self._origins = origins
+        self._known = known
         self.versions: dict[int, int] = {}
         self._memory: list[Tensor] = []  # that it comes back to
         self._renewed: list[Origin] = []  # what its own way back fills
-        self._fillers: list[Trip | None] = []  # of its storages
+        self._fillers: list[Transfer | None] = []  # of its storages
         self._watches: dict[int, Watch] = {}
         self._places: list[tuple[Origin, Geometry] | None] = []
         for tensor in tensors:
@@ -217,13 +207,13 @@ class Parcel:
         storage = tensor.untyped_storage()
         if storage._cdata in stays or not storage.nbytes():
             return None
-        return self._origins.of(storage), Geometry.of(tensor)
+        return Origin.of(storage, self._known), Geometry.of(tensor)
 
     def _storages(self) -> list[Origin]:
         return list(dict.fromkeys(place[0] for place in self._places if place is not None))
 
     def lines(self) -> list[Tensor]:
-        """Return the bytes that travel."""
+        """Return the bytes that are transferred."""
         lines = []
         for origin in self._storages():
             memory = origin.bytes()
@@ -232,7 +222,7 @@ class Parcel:
         return lines
 
     def let_go(self) -> None:
-        """Refer to nothing that travels."""
+        """Refer to nothing that was transferred."""
         self._memory = []
         for number, place in enumerate(self._places):
             tensor = self.tensors[number]
@@ -247,7 +237,7 @@ class Parcel:
         for origin in self._storages():
             memory = origin.bytes()
             if memory is None:
-                memory = self._origins.renew(origin)
+                memory = origin.renew(self._known)
                 self._renewed.append(origin)
                 lines.append(origin.line(memory))
             else:
@@ -255,15 +245,15 @@ class Parcel:
             self._memory.append(memory)
         return lines
 
-    def on_its_way(self, trip: Trip) -> None:
+    def on_its_way(self, trip: Transfer) -> None:
         """Note what fills the room that was made."""
         for origin in self._renewed:
             origin.filler = trip
         # An origin gets new memory once a filler has failed: then ours is not that.
         self._fillers = [origin.filler for origin in self._storages()]
 
-    def fillers(self) -> list[Trip]:
-        """Return the ways back that its bytes are on, those of other parcels included."""
+    def fillers(self) -> list[Transfer]:
+        """Return the ways back that its bytes are on, those of other groups included."""
         return list({id(trip): trip for trip in self._fillers if trip is not None}.values())
 
     def came_back(self) -> bool:

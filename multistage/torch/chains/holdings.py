@@ -1,0 +1,539 @@
+"""What a sweep of a chain holds: in fast memory, in its tier or on the way, or lost.
+
+What does not come back is computed again from the nearest state at hand.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...actions import Answer, Await, Drop, Evict, Get, Offer, Put
+from ...backends.lifetimes import Birth, end
+from ...errors import CheckpointWarning, MultistageError
+from ...execute.sweep import Moved, Sweep, Wait
+from ...states.slots import Kept
+from ..environment.states import EmptyState, KeptState
+from ..measurement.saved import Caught, written_to
+from ..tensors.geometry import Geometry, is_plain
+from ..tiers.groups import Origin, TensorGroup, Watch
+from ..tiers.lane import ChainTier, TierLane, Transfer
+from .stages import StageRunner
+
+_LAST = 4  # transfers, whose rate is that of now
+
+
+class CannotTravel(MultistageError):
+    """A tape holds what no tier can: the chain is planned without one."""
+
+
+class HeldTape:
+    """What a stage saved for its gradient.
+
+    Parameters
+    ----------
+    caught : Caught
+    state : KeptState or None
+        That it was made from, which it holds on to.
+
+    Attributes
+    ----------
+    output : KeptState or None
+        The state that the stage made, if the tape holds it.
+    """
+
+    __slots__ = (
+        "_given",
+        "_group",
+        "_inputs",
+        "_parts",
+        "_spare",
+        "_stage",
+        "_tensors",
+        "_versions",
+        "output",
+        "state",
+    )  # fmt: skip
+
+    def __init__(self, caught: Caught, state: KeptState | None) -> None:
+        self._tensors, self._versions, self._parts = caught.tape, caught.versions, caught.parts
+        self._stage = caught.stage
+        self._given: list[weakref.ref[Tensor] | None] = [None] * len(caught.tape)
+        self._inputs: dict[int, tuple[Origin, Geometry, Watch]] = {}
+        self._group: TensorGroup | None = None
+        self._spare: EmptyState | None = None
+        self.state = state
+        self.output: KeptState | None = None
+
+    def packed(
+        self,
+        known: dict[int, Origin],
+        stays: Container[int],
+        inputs: Container[int],
+        output: KeptState | None,
+    ) -> None:
+        """Sort what the stage saved, so that the tape can leave fast memory.
+
+        Parameters
+        ----------
+        known : dict of int to Origin
+            The storages that may leave.
+        stays, inputs : container of int
+            Storages, by address: held elsewhere; of the state before, which is away at
+            times and is not part of this tape.
+        output : KeptState or None
+            The state that the stage made, unless it is held elsewhere.
+        """
+        for number, tensor in enumerate(self._tensors):
+            if tensor is not None and is_plain(tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata in inputs:
+                    origin = Origin.of(storage, known)
+                    watch = Watch(tensor, origin, self._versions[number])
+                    self._inputs[number] = origin, Geometry.of(tensor), watch
+                    self._tensors[number] = None
+        self.output = output
+        others = [] if output is None else output.tensors()
+        self._group = TensorGroup([*self._tensors, *others], known, stays)
+        self._tensors = self._group.tensors
+
+    @property
+    def group(self) -> TensorGroup:
+        """What of it travels."""
+        assert self._group is not None
+        return self._group
+
+    def leave(self) -> None:
+        """Release the states beside it; what was written to since it was saved is spoilt."""
+        for number, version in enumerate(self._versions):
+            tensor = self._tensors[number]
+            if tensor is not None and tensor._version != version:
+                self._versions[number] = -1
+        self._spare = None if self.output is None else self.output.emptied()
+        self.output = self.state = None
+
+    def returned(self) -> None:
+        """Take what came back."""
+        count, now = len(self._versions), self.group.versions
+        for number, version in enumerate(self._versions):
+            if version >= 0:
+                self._versions[number] = now.get(number, version)
+        if self._spare is not None:
+            of_output = {number - count: version for number, version in now.items()}
+            self.output = self._spare.filled(self._tensors[count:], of_output)
+            self._spare = None
+
+    def begin(self) -> None:
+        """Release the output: the adjoint of the stage begins, and those above are done."""
+        self.output = None
+        del self._tensors[len(self._versions) :]
+
+    def is_input(self, number: int) -> bool:
+        """Whether the `number`-th tensor lies in the state before, which is not held on to."""
+        return number in self._inputs
+
+    def take(self, number: int) -> Tensor | None:
+        """Return the tensor saved as the `number`-th and hold it no more; None if it is gone.
+
+        Raises
+        ------
+        RuntimeError
+            If it was written to since it was saved.
+        """
+        while self._parts and number < self._parts[-1]:
+            # The stages above are done with: what nothing has asked for goes.
+            part = self._parts.pop()
+            self._tensors[part:] = [None] * (len(self._tensors) - part)
+        if number in self._inputs:
+            origin, geometry, watch = self._inputs[number]
+            # Where the state before is lost, another group may be bringing these bytes.
+            memory = origin.bytes() if origin.is_there else None
+            if memory is None:
+                return None
+            if watch.changed or origin.written:
+                raise written_to(self._stage)
+            return watch.joined(origin.tensor(geometry, memory))
+        tensor = self._tensors[number]
+        if tensor is None:
+            # Asked for twice, as a custom Function may: nothing else may hold it any more.
+            reference = self._given[number]
+            tensor = None if reference is None else reference()
+            if tensor is None:
+                return None
+        if tensor._version != self._versions[number]:
+            raise written_to(self._stage)
+        # From here on it lives as long as the node that asked wants it.
+        self._tensors[number], self._given[number] = None, weakref.ref(tensor)
+        return tensor
+
+
+@dataclass(eq=False, slots=True)
+class _Sent:
+    """A state or a tape in the tier, or on its way there or back."""
+
+    group: TensorGroup
+    transfer: Transfer
+    empty: EmptyState | None = None  # of a state
+    landed: bool = False
+    lost: bool = False
+
+
+class Holdings:
+    """What a sweep holds.
+
+    Parameters
+    ----------
+    stages : StageRunner
+    origin : KeptState
+        State 0.
+    staying : set of int
+        Storages of the chain's input and output.
+    tier : ChainTier or None
+        None for a plan that sends nothing away.
+
+    Attributes
+    ----------
+    held, tapes : dict
+        Those of the sweep.
+    known : dict of int to Origin
+        The storages that may leave.
+    leaving : set of int
+        States that fast memory releases, alone or inside of a tape.
+    stall_s : float
+        Seconds that computing waited for transfers.
+    """
+
+    def __init__(
+        self, stages: StageRunner, origin: KeptState, staying: set[int], tier: ChainTier | None
+    ) -> None:
+        self.held: dict[int, Kept | None] = {}
+        self.tapes: dict[int, Kept] = {}
+        self.origin, self.staying = origin, staying
+        self.known: dict[int, Origin] = {}
+        self.leaving: set[int] = set()
+        self.stall_s = 0.0
+        self._stages, self._tier = stages, tier
+        self._sent: dict[tuple[int, bool], _Sent] = {}  # by step, and whether it is a tape
+        self._tokens: list[tuple[int, bool]] = []  # of all transfers
+        self._writes: set[int] = set()  # tokens
+        self._away: dict[int, HeldTape] = {}  # whose groups are not in fast memory
+        self._staged: dict[int, KeptState] = {}  # held for their writes alone, by token
+        self._told = False
+        self._begin()
+        if tier is not None:
+            self._open = tier.open()
+            tier.runs += 1
+            weakref.finalize(self, _leave, self._sent, self._open, tier, Birth.here())
+
+    def _begin(self) -> None:
+        """Note when a forward sweep begins."""
+        self._began_s, self._stalled_s = time.perf_counter(), self.stall_s
+        self._begun_s = time.thread_time()
+
+    def turn(self) -> None:
+        """Note how busy the machine was with other work: the forward sweep is over."""
+        if self._tier is None:
+            return
+        thread_s = time.thread_time() - self._begun_s
+        computed_s = time.perf_counter() - self._began_s - (self.stall_s - self._stalled_s)
+        # Where torch computes in other threads, or on a device, this thread's time says nothing.
+        alone = self._tier.device.type == "cpu" and torch.get_num_threads() == 1
+        self._tier.busier = max(1.0, computed_s / thread_s if alone and thread_s > 0 else 1.0)
+
+    def clear(self) -> None:
+        """Release what is in the tier or on its way."""
+        self._away.clear()
+        self._staged.clear()
+        for step, tape in [*self._sent]:
+            self._forget(step, tape)
+        self._tokens.clear()
+        self._writes.clear()
+        self._begin()
+
+    def _forget(self, step: int, tape: bool) -> None:
+        sent = self._sent.pop((step, tape), None)
+        if sent is not None:
+            self._open.drop(sent.transfer)
+
+    # -------------------------------------------------------------- in fast memory
+
+    def at_hand(self, i: int) -> KeptState | None:
+        """Return state i if it is in fast memory."""
+        if i == 0:
+            return self.origin
+        kept = self.held.get(i)
+        if kept is not None:
+            assert isinstance(kept.state, KeptState)
+            return kept.state
+        tape = self.tape(i - 1)
+        return None if tape is None else tape.output
+
+    def tape(self, i: int) -> HeldTape | None:
+        """Return the tape of stage i if it is held here."""
+        kept = self.tapes.get(i)
+        if kept is None:
+            return None
+        assert kept.state is None or isinstance(kept.state, HeldTape)
+        return kept.state
+
+    # ----------------------------------------------------------------- actions
+
+    def write(self, sweep: Sweep, action: Offer | Put) -> Answer:
+        """Queue the way of a state or tape to the tier."""
+        step = action.step
+        if action.tape:
+            held = self.tape(step)
+            assert held is not None
+            self._send(step, True, held.group)
+            return None
+        kept = self.at_hand(step)
+        state = sweep.slots.keep(sweep.live, step).state if kept is None else kept
+        assert isinstance(state, KeptState)
+        group = TensorGroup(state.tensors(), self.known, self.staying)
+        self._send(step, False, group).empty = state.emptied()
+        if kept is None:
+            self._staged[len(self._tokens) - 1] = state
+        return None
+
+    def _send(self, step: int, tape: bool, group: TensorGroup) -> _Sent:
+        """Queue the way of a group to the tier.
+
+        Raises
+        ------
+        CannotTravel
+            If some of its tensors cannot be transferred.
+        """
+        if group.stuck:
+            raise CannotTravel(
+                f"stage {self._name(step, tape)} saves a tensor that cannot travel to a tier "
+                f"({group.stuck[0]}); train this chain without tiers=, or within a larger limit"
+            )
+        self._writes.add(len(self._tokens))
+        sent = self._sent[step, tape] = _Sent(group, self._open.write(group.lines()))
+        self._tokens.append((step, tape))
+        return sent
+
+    def evict(self, sweep: Sweep, action: Evict) -> Answer:
+        """Wait until a state or tape has left, and release it; False if it is lost."""
+        step = action.step
+        if action.tape:
+            tape = sweep.tapes.pop(step).state
+            assert isinstance(tape, HeldTape)
+            self._away[step] = tape
+            tape.leave()
+        else:
+            kept = sweep.held.pop(step)
+            assert kept is not None and isinstance(kept.state, KeptState)
+            kept.state.verify()
+        return self._left(step, action.tape, lets_go=True)
+
+    def _left(self, step: int, tape: bool, *, lets_go: bool) -> bool:
+        """Wait until a group has left; False if it is lost."""
+        sent = self._sent[step, tape]
+        written = self._wait(sent.transfer)
+        if lets_go:
+            sent.group.let_go()
+        if not written:
+            self._lose(step, tape, sent)
+        return written
+
+    def read(self, sweep: Sweep, action: Get) -> Answer:
+        """Make room for a state or tape, and queue its way back."""
+        self._tokens.append((action.step, action.tape))
+        sent = self._sent[action.step, action.tape]
+        if not sent.lost:
+            sent.transfer = self._open.fetch(sent.transfer, sent.group.make_room())
+            sent.group.on_its_way(sent.transfer)
+        return None
+
+    def wait(self, sweep: Sweep, action: Await) -> Answer:
+        """Wait for what is on its way to the tier or back; False if it is lost."""
+        step, is_tape = self._tokens[action.token]
+        if action.token in self._writes:
+            # A tape stays in fast memory; a state is held elsewhere, if at all.
+            written = self._left(step, is_tape, lets_go=not is_tape)
+            state = self._staged.pop(action.token, None)
+            if state is not None:
+                state.verify()
+            return written
+        sent = self._sent[step, is_tape]
+        if not sent.lost:
+            for transfer in (sent.transfer, *sent.group.fillers()):
+                self._wait(transfer)
+            if not sent.group.came_back():
+                self._lose(step, is_tape, sent)
+        sent.landed = True
+        if sent.lost:  # it is computed again when it is needed
+            sweep.lost.add(~step if is_tape else step)
+        elif is_tape:
+            tape = self._away.pop(step)
+            tape.returned()
+            sweep.tapes[step] = Kept(tape, ())
+        else:
+            assert sent.empty is not None
+            state = sent.empty.filled(sent.group.tensors, sent.group.versions)
+            sweep.held[step] = Kept(state, ())
+        return not sent.lost
+
+    def _wait(self, transfer: Transfer) -> bool:
+        began = time.perf_counter()
+        done = self._open.wait(transfer)
+        self.stall_s += time.perf_counter() - began
+        return done
+
+    def drop(self, sweep: Sweep, action: Drop) -> Answer:
+        """Free the tier's copy; of a write that is not done, cancel it."""
+        self._forget(action.step, action.tape)
+        if action.tape:
+            self._away.pop(action.step, None)
+        return None
+
+    # -------------------------------------------------------------- what is lost
+
+    def _lose(self, step: int, tape: bool, sent: _Sent) -> None:
+        sent.lost = True
+        if self._told:
+            return
+        self._told = True
+        what = "tape" if tape else "output"
+        warnings.warn(
+            f"tier {self._tier_name!r}: the {what} of stage {self._name(step, tape)} is "
+            f"lost ({sent.transfer.error}); it is computed again, and so is what else is lost "
+            "in this iteration",
+            CheckpointWarning,
+            stacklevel=5,
+        )
+
+    @property
+    def _tier_name(self) -> str:
+        assert self._tier is not None
+        return self._tier.store.name
+
+    def _name(self, step: int, tape: bool) -> str:
+        number, traits = step if tape else step - 1, self._stages.traits
+        return traits[number].name if 0 <= number < len(traits) else str(step)
+
+    def find(self, sweep: Sweep, step: int) -> Kept:
+        """Return a state inside of a tape, the live one, or one computed again."""
+        state = self.at_hand(step)
+        if state is None and step == sweep.at:
+            (live,) = sweep.live
+            state = live if isinstance(live, KeptState) else KeptState.of(live)
+        return Kept(self.state(step) if state is None else state, ())
+
+    def find_tape(self, sweep: Sweep, step: int) -> HeldTape:
+        """Return a tape made again."""
+        return self.tape_again(step, None)
+
+    def state(self, i: int) -> KeptState:
+        """Return state i; compute it from the nearest one at hand if it is lost."""
+        start = i
+        while (state := self.at_hand(start)) is None:
+            start -= 1
+        for j in range(start, i):
+            state = self._stages.advance(j, [state])
+        return state
+
+    def tape_again(self, i: int, tape: HeldTape | None) -> HeldTape:
+        """Make the tape of stage i again, which is lost or used up."""
+        state = None if tape is None else tape.state
+        if state is None:
+            state = self.state(i)
+        caught, _ = self._stages.catch(i, state, alone=True)
+        return HeldTape(caught, state)
+
+    # ------------------------------------------------- what `execute.late` asks
+
+    def awaited(self, sweep: Sweep, action: Wait) -> Callable[[float], bool] | None:
+        """Return what waits, no longer than some seconds, until an action would not wait."""
+        if isinstance(action, Put):
+            return None  # it is queued at once
+        moved = self.moved(action)
+        sent = self._sent[moved.step, moved.is_tape]
+        transfers = [sent.transfer]
+        if not moved.is_write:
+            transfers = [] if sent.lost else [sent.transfer, *sent.group.fillers()]
+        return partial(self._ended, transfers)
+
+    def _ended(self, transfers: list[Transfer], timeout_s: float) -> bool:
+        """Wait for transfers, no longer than so many seconds; return whether all have ended."""
+        began = time.perf_counter()
+        done = all(
+            each.done.wait(max(0.0, began + timeout_s - time.perf_counter())) for each in transfers
+        )
+        self.stall_s += time.perf_counter() - began
+        # A waiting thread then notices that the tier was closed, or that its thread is gone.
+        return done or not self._open.is_alive
+
+    def moved(self, action: Wait | Offer) -> Moved:
+        """Return what an action waits for, or offers."""
+        if not isinstance(action, Await):
+            return Moved(action.step, action.tape, True, 0, self._tier_name)
+        step, is_tape = self._tokens[action.token]
+        return Moved(step, is_tape, action.token in self._writes, 0, self._tier_name)
+
+    def behind_s(self) -> float:
+        """Return the seconds since the oldest write was queued that has not ended, else 0."""
+        transfers = (each.transfer for each in self._sent.values())
+        queued = [t.queued_s for t in transfers if t.is_write and not t.done.is_set()]
+        return time.perf_counter() - min(queued) if queued else 0.0
+
+    def seen_s(self, *, writes: bool) -> float:
+        """Return the seconds that transfers take for a byte now; 0 if unknown.
+
+        The one in flight counts if it has taken longer than the others did.
+        """
+        transfers = [s.transfer for s in self._sent.values() if s.transfer.is_write == writes]
+        done = sorted(
+            (each for each in transfers if each.done.is_set() and not each.error),
+            key=lambda each: each.ended_s,
+        )
+        last = done[-_LAST:]
+        nbytes = sum(each.nbytes for each in last)
+        seen_s = sum(each.seconds for each in last) / nbytes if nbytes else 0.0
+        under_way = [t for t in transfers if t.begun and not t.done.is_set() and t.nbytes]
+        if under_way:
+            before_s = done[-1].ended_s if done else 0.0
+            since_s = max(under_way[0].queued_s, before_s)
+            took_s = (time.perf_counter() - since_s) / under_way[0].nbytes
+            seen_s = max(seen_s, took_s)
+        return seen_s
+
+    def cancel(self, timeout_s: float) -> None:
+        """Cancel all transfers; wait so many seconds for those in flight to end."""
+        under_way = [s.transfer for s in self._sent.values() if not s.transfer.done.is_set()]
+        for transfer in reversed(under_way):
+            self._open.cancel(transfer)
+        self._ended(under_way, timeout_s)
+
+    def stuck(self) -> list[int]:
+        """Return states, and tapes as ~step, whose cancelled transfers have not ended."""
+        return [
+            ~step if tape else step
+            for (step, tape), each in self._sent.items()
+            if each.transfer.cancelled and not each.transfer.done.is_set()
+        ]
+
+    def abandon(self, sweep: Sweep) -> None:
+        """Give up all that is in the tier or on its way."""
+        self.clear()
+        sweep.lost.clear()
+
+
+def _leave(
+    sent: dict[tuple[int, bool], _Sent], lane: TierLane, tier: ChainTier, birth: Birth
+) -> None:
+    """Free what a run has left in its tier; close the tier after one that was broken off."""
+    tier.runs -= 1
+    finished = all(each.landed or each.lost for each in sent.values())
+    for each in sent.values():
+        lane.drop(each.transfer)
+    if not finished and not tier.runs and tier.opened is lane:
+        end(tier.leave, birth)
