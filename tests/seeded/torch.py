@@ -121,9 +121,8 @@ torch/test_helpers.py
 +             if False:
 
 torch/test_helpers.py
--             module._buffers[key] = buffer
--             undo_writes()
-+             module._buffers[key] = buffer
+-                 put_back(tensor, value, version)
++                 pass
 
 torch/test_helpers.py
 -                 self._take_back(range(start, stop))
@@ -174,8 +173,8 @@ torch/test_tiers.py
 + if sends(best[1]):
 
 torch/test_helpers.py
--     owner.clear()  # the order counts, of parameters above all
-+     pass
+-                     self.owner.clear()  # the order counts, of parameters above all
++                     pass
 
 torch/test_helpers.py
 -         if tensor.requires_grad and storages[tensor.untyped_storage()._cdata] > 1:

@@ -21,9 +21,8 @@ from multistage.errors import ArgumentError, StateError
 from multistage.model.stages import Stage
 from multistage.states.layout import Layout
 from multistage.support.waiting import Latch
-from multistage.torch.environment.holders import OfDict
-from multistage.torch.environment.scope import Scope
-from multistage.torch.environment.snapshots import Snapshot
+from multistage.torch.environment.captured import Snapshot
+from multistage.torch.environment.scope import Place, Scope
 from multistage.torch.environment.states import refuse_shared
 from multistage.torch.sequences.costs import Steps
 from multistage.torch.sequences.inputs import InputGradients, Inputs
@@ -167,7 +166,7 @@ def test_sums_of_gradients_are_there_while_other_steps_of_a_chunk_are_reversed()
 
 def test_a_snapshot_puts_generators_and_buffers_back() -> None:
     norm = nn.BatchNorm1d(3)
-    snapshot = Snapshot.capture([norm], [], Scope([norm]))
+    snapshot = Snapshot(Scope([norm]), ())
     drawn = random.random(), np.random.random(), torch.rand(2)
     before = {key: value.clone() for key, value in norm.state_dict().items()}
     norm(torch.randn(4, 3))
@@ -180,10 +179,10 @@ def test_a_snapshot_puts_generators_and_buffers_back() -> None:
 
 def test_entries_that_are_put_back_have_the_order_they_had() -> None:
     owner = {"weight": 1, "bias": 2}
-    holder = OfDict(owner, "parameters")
-    before = holder.read()
+    place = Place(owner, "parameter '", "'")
+    before = place.read()
     owner["weight"] = owner.pop("weight") + 1  # behind the other
-    holder.write(before)
+    place.put_back(before)
     assert list(owner.items()) == [("weight", 1), ("bias", 2)]
 
 

@@ -25,71 +25,19 @@ module for identities and versions, and a pass over what checksums are taken of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import replace
+import contextlib
+from collections.abc import Iterator, Sequence, Set
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import StateError
-from ..tensors.checksums import digest
+from ..tensors.checksums import digest, fingerprint, same_bits
 from .copies import address, addresses, cloned, put_back, version_of
-from .holders import Contents, Keys, is_same
+from .places import replacing
 from .randomness import Generators, State, random_devices
 from .scope import Buffers, Found, Scope, buffers_among
-
-
-class Again:
-    """A context in which an environment is as it was when it was captured."""
-
-    __slots__ = ("_around", "_buffers", "_drawn", "_exchanged", "_flags", "_keys", "_present")
-
-    def __init__(self, around: Environment, buffers: bool, random: bool) -> None:
-        self._around, self._buffers = around, buffers
-        self._drawn: tuple[State | None, ...] | None = None
-        self._present: list[Contents] = []
-        self._keys: dict[int, Keys] = {}  # of holders that hold something else now
-        self._exchanged: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
-        self._flags: list[tuple[Tensor, bool, bool]] = []
-        if not random:
-            self._drawn = ()
-
-    def __enter__(self) -> None:
-        around = self._around
-        around.refuse_changed()
-        found = around.found
-        self._present = present = [holder.read() for holder in found.holders]
-        self._flags = around.toggled()
-        try:
-            for holder, before, now in zip(found.holders, found.contents, present, strict=True):
-                if not is_same(before, now):
-                    self._keys[id(holder)] = holder.keys()
-                    holder.write(before)
-            for tensor, flag, _ in self._flags:
-                tensor.requires_grad_(flag)
-            if self._buffers:
-                for owner, key, value in around.stand_ins():
-                    self._exchanged.append((owner, key, owner[key]))
-                    owner[key] = value
-            if around.drawn_from is not None and self._drawn is None:
-                assert around.drawn is not None
-                self._drawn = around.drawn_from.capture_those(around.drawn)
-                around.drawn_from.restore(around.drawn)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        around = self._around
-        if self._drawn and around.drawn_from is not None:
-            around.drawn_from.restore(self._drawn)
-        for owner, key, value in reversed(self._exchanged):
-            owner[key] = value
-        for tensor, _, flag in self._flags:
-            tensor.requires_grad_(flag)
-        for holder, now in zip(around.found.holders, self._present, strict=True):
-            if not is_same(now, holder.read()):
-                holder.write(now, self._keys.get(id(holder)))
 
 
 class Environment:
@@ -164,16 +112,6 @@ class Environment:
         return self._found
 
     @property
-    def drawn_from(self) -> Generators | None:
-        """The generators that the first run drew from, if any."""
-        return self._generators
-
-    @property
-    def drawn(self) -> tuple[State | None, ...] | None:
-        """Their states before, if it drew from any."""
-        return self._random
-
-    @property
     def tensors(self) -> Sequence[Tensor]:
         """The tensors that it consists of."""
         return self._found.tensors
@@ -223,12 +161,11 @@ class Environment:
             if t.grad_fn is not None
         }
         self._tensors = [alone.get(id(t), t) for t in self._tensors]
-        self._found = replace(
-            self._found,
-            contents=tuple(
-                [tuple([alone.get(id(x), x) for x in values]) for values in self._found.contents]
-            ),
-            tensors=tuple([alone.get(id(t), t) for t in self._found.tensors]),
+        self._found = self._found.holding(
+            [
+                replacing(held, lambda value: alone.get(id(value), value))
+                for held in self._found.held
+            ]
         )
 
     def _refuse_written(self, tensor: Tensor) -> None:
@@ -347,7 +284,8 @@ class Environment:
 
     # ---------------------------------------------------------- running again
 
-    def again(self, *, buffers: bool = True, random: bool = True) -> Again:
+    @contextlib.contextmanager
+    def again(self, *, buffers: bool = True, random: bool = True) -> Iterator[None]:
         """Return a context in which everything is as it was; the present is put back at its end.
 
         Parameters
@@ -361,7 +299,32 @@ class Environment:
         StateError
             When the context is entered, if a tensor of the environment was changed since.
         """
-        return Again(self, buffers, random)
+        self.refuse_changed()
+        found, generators = self._found, self._generators
+        present = None if found.holds() else found.now()
+        flags, exchanged = self.toggled(), list[tuple[dict[str, Tensor | None], str, Any]]()
+        drawn = None
+        try:
+            if present is not None:
+                found.put_back()
+            for tensor, flag, _ in flags:
+                tensor.requires_grad_(flag)
+            for owner, key, value in self.stand_ins() if buffers else ():
+                exchanged.append((owner, key, owner[key]))
+                owner[key] = value
+            if generators is not None and random:
+                assert self._random is not None
+                drawn = generators.capture_those(self._random)
+                generators.restore(self._random)
+            yield
+        finally:
+            if drawn is not None and generators is not None:
+                generators.restore(drawn)
+            for owner, key, value in reversed(exchanged):
+                owner[key] = value
+            for tensor, _, flag in flags:
+                tensor.requires_grad_(flag)
+            found.put_back(present)
 
     def toggled(self) -> list[tuple[Tensor, bool, bool]]:
         """Return tensors with other wishes for gradients now, with the wishes then and now."""
@@ -429,8 +392,10 @@ def generators_of(scopes: Sequence[Scope], tensors: Sequence[Tensor]) -> Generat
     return Generators(random_devices(involved), own.values())
 
 
-def undo_of(scope: Scope, tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """Return a function that makes everything but the tensors' values as it is now.
+class Snapshot:
+    """Generators, what a scope holds, and its buffers' values: as they were.
+
+    Tensors are put back by value, those that changed: code that shares them sees it.
 
     Parameters
     ----------
@@ -438,13 +403,45 @@ def undo_of(scope: Scope, tensors: Sequence[Tensor]) -> Callable[[], None]:
         Of what runs meanwhile.
     tensors : sequence of Tensor
         That it runs on.
+    attributes : bool
+        Whether tensors that attributes hold get their values back too.
     """
-    found = scope.look()
+
+    def __init__(self, scope: Scope, tensors: Sequence[Tensor], *, attributes: bool = True) -> None:
+        self._found = found = scope.look()
+        self._generators = generators_of([scope], tensors)
+        self._states = self._generators.capture()
+        values = {id(b): b for _, _, b in buffers_among(found.modules)}
+        if attributes:
+            values |= {
+                id(x): x
+                for place, held in zip(found.places, found.held, strict=True)
+                if place.name.startswith("attribute")
+                for x in (held.values() if isinstance(held, dict) else held)
+                if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
+            }
+        self._values = [
+            (t, t.detach().clone(), version_of(t))
+            for t in values.values()
+            if t.device.type != "meta"
+        ]
+
+    def restore(self) -> None:
+        """Make it so again."""
+        self._generators.restore(self._states)
+        self._found.put_back()
+        for tensor, value, version in self._values:
+            if version_of(tensor) != version or not same_bits(tensor, value):
+                put_back(tensor, value, version)
+
+
+def left_behind(scope: Scope, tensors: Sequence[Tensor]) -> dict[str, object]:
+    """Return what distinguishes generators, buffers and attributes of what ran, by name."""
     generators = generators_of([scope], tensors)
-    states = generators.capture()
-
-    def undo() -> None:
-        generators.restore(states)
-        found.put_back()
-
-    return undo
+    found: dict[str, object] = dict(zip(generators.names, generators.capture(), strict=True))
+    for place in scope.look().places:
+        if place.name.startswith(("attribute", "buffer", "class attribute")):
+            for name, value in place.named():
+                if not isinstance(value, nn.Parameter):
+                    found[name] = fingerprint(value)
+    return found

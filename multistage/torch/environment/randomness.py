@@ -10,19 +10,32 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import random
-from collections.abc import Container, Iterable, Sequence, Set
+import struct
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-State: TypeAlias = object  # immutable; equal to another if nothing was drawn between
+from ...errors import StateError
+
+State: TypeAlias = bytes  # equal to another if nothing was drawn between
 Own: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
-_S = TypeVar("_S")
 _WORDS = 625  # of the Mersenne Twister: 624 and a position
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One generator: its name, and how its state is read and put back."""
+
+    name: str
+    get: Callable[[], State]
+    set: Callable[[State], object]
+    draw: Callable[[], object]
 
 
 class Generators:
@@ -40,13 +53,10 @@ class Generators:
     def __init__(
         self, devices: Sequence[torch.device] = (), own: Iterable[tuple[str, Own]] = ()
     ) -> None:
-        self._sources: list[_Source[Any]] = [
-            _Torch(torch.default_generator, "torch's generator of cpu"),
-            _python,
-            _numpy,
-        ]
-        self._sources += [_Device(device) for device in devices]
-        self._sources += [_own(name, generator) for name, generator in own]
+        self._sources = [_of_torch("torch's generator of cpu", torch.default_generator)]
+        self._sources += [_python.source, _numpy.source]
+        self._sources += [_of_device(device) for device in devices]
+        self._sources += [_of_own(name, generator) for name, generator in own]
         self._room: list[int] = []
         _numpy.look_again()
 
@@ -95,9 +105,9 @@ class Generators:
             if source.name not in names:
                 source.draw()
 
-    def to_tensors(self, states: Sequence[State]) -> list[Tensor]:
-        """Return states as rows of bytes, each time of the same lengths."""
-        rows = [_row(state) for state in states]
+    def to_tensors(self, states: Sequence[State | None]) -> list[Tensor]:
+        """Return states as rows of bytes, each time of the same lengths; None as an empty one."""
+        rows = [state or b"" for state in states]
         if not self._room:
             # Numbers of many digits may grow by some bytes.
             self._room = [(len(row) + 8 + 255) // 64 * 64 for row in rows]
@@ -112,71 +122,7 @@ class Generators:
     def from_tensors(self, tensors: Sequence[Tensor]) -> tuple[State, ...]:
         """Return the states of `to_tensors`."""
         rows = [tensor.cpu().numpy().tobytes() for tensor in tensors]
-        return tuple(_of_row(row[8 : 8 + int.from_bytes(row[:8], "little")]) for row in rows)
-
-
-class _Words(NamedTuple):
-    """An array of a state, comparable."""
-
-    dtype: str
-    raw: bytes
-
-
-def _frozen(value: Any) -> Any:
-    """Return a state whose arrays can be compared."""
-    if isinstance(value, dict):
-        return {key: _frozen(inner) for key, inner in value.items()}
-    if isinstance(value, np.ndarray):
-        return _Words(value.dtype.str, value.tobytes())
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _thawed(value: Any) -> Any:
-    """Return what `_frozen` was given."""
-    if isinstance(value, dict):
-        return {key: _thawed(inner) for key, inner in value.items()}
-    return np.frombuffer(value.raw, value.dtype).copy() if isinstance(value, _Words) else value
-
-
-def _row(state: State) -> bytes:
-    """Return a state as JSON, and behind it the bytes in it; nothing that runs when it is read."""
-    blobs: list[bytes] = []
-
-    def said(value: Any) -> Any:
-        match value:
-            case bytes():
-                blobs.append(value)
-                return ["bytes", len(value)]
-            case _Words(dtype, raw):
-                return ["words", dtype, said(raw)]
-            case tuple():
-                return ["tuple", *map(said, value)]
-            case dict():
-                return {key: said(inner) for key, inner in value.items()}
-        return value
-
-    head = json.dumps(said(state)).encode()
-    return b"".join([len(head).to_bytes(8, "little"), head, *blobs])
-
-
-def _of_row(row: bytes) -> State:
-    at = 8 + int.from_bytes(row[:8], "little")
-
-    def meant(value: Any) -> Any:
-        nonlocal at
-        match value:
-            case ["bytes", length]:
-                at += length
-                return row[at - length : at]
-            case ["words", dtype, raw]:
-                return _Words(dtype, meant(raw))
-            case ["tuple", *inner]:
-                return tuple(map(meant, inner))
-            case dict():
-                return {key: meant(inner) for key, inner in value.items()}
-        return value
-
-    return meant(json.loads(row[8:at]))
+        return tuple(row[8 : 8 + int.from_bytes(row[:8], "little")] for row in rows)
 
 
 def is_generator(value: object) -> TypeGuard[Own]:
@@ -186,106 +132,137 @@ def is_generator(value: object) -> TypeGuard[Own]:
     )
 
 
-class _Source(Generic[_S]):
-    """One generator: its name, and how its state is read and put back."""
-
-    name: str
-
-    def get(self) -> _S:
-        raise NotImplementedError
-
-    def set(self, state: _S) -> None:
-        raise NotImplementedError
-
-    def draw(self) -> None:
-        raise NotImplementedError
+def _row(state: State) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
-class _Torch(_Source[bytes]):
-    def __init__(self, generator: torch.Generator, name: str) -> None:
-        self._generator, self.name = generator, name
-
-    def get(self) -> bytes:
+def _of_torch(name: str, generator: torch.Generator) -> Source:
+    return Source(
+        name,
         # Bytes, since comparing tensors takes longer than all the rest.
-        return self._generator.get_state().numpy().tobytes()
-
-    def set(self, state: bytes) -> None:
-        self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-    def draw(self) -> None:
-        torch.rand((), generator=self._generator, device=self._generator.device)
+        lambda: generator.get_state().numpy().tobytes(),
+        lambda state: generator.set_state(_row(state)),
+        lambda: torch.rand((), generator=generator, device=generator.device),
+    )
 
 
-class _Device(_Source[bytes]):
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.name = device, f"torch's generator of {device}"
-        self._module: Any = torch.get_device_module(device)
-
-    def get(self) -> bytes:
-        state: Tensor = self._module.get_rng_state(self._device)
-        return state.numpy().tobytes()
-
-    def set(self, state: bytes) -> None:
-        row = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-        self._module.set_rng_state(row, self._device)
-
-    def draw(self) -> None:
-        torch.rand((), device=self._device)
+def _of_device(device: torch.device) -> Source:
+    module: Any = torch.get_device_module(device)
+    return Source(
+        f"torch's generator of {device}",
+        lambda: module.get_rng_state(device).numpy().tobytes(),
+        lambda state: module.set_rng_state(_row(state), device),
+        lambda: torch.rand((), device=device),
+    )
 
 
-class _Python(_Source[tuple[bytes, float | None]]):
+def _of_own(name: str, generator: Own) -> Source:
+    match generator:
+        case torch.Generator():
+            return _of_torch(name, generator)
+        case random.Random():
+            python = generator
+
+            def ask() -> State:
+                version, words, following = python.getstate()
+                return _asked([version, np.array(words, np.uint64), following])
+
+            def tell(state: State) -> None:
+                version, words, following = _told(state)
+                python.setstate((version, tuple(words.tolist()), following))
+
+            return Source(name, ask, tell, python.random)
+        case np.random.RandomState():
+            old = generator
+            return Source(
+                name,
+                lambda: _asked(old.get_state(legacy=False)),
+                lambda state: old.set_state(_told(state)),
+                old.random,
+            )
+    bits, draw = generator.bit_generator, generator.random
+    return Source(
+        name,
+        lambda: _asked(bits.state),
+        lambda state: setattr(bits, "state", _told(state)),
+        draw,
+    )
+
+
+def _asked(state: object) -> State:
+    """Return a state as JSON; nothing that runs when it is read."""
+
+    def array(value: Any) -> object:
+        if isinstance(value, np.generic):
+            return value.item()
+        return {"dtype": value.dtype.str, "words": value.tobytes().hex()}
+
+    return json.dumps(state, default=array).encode()
+
+
+def _told(state: State) -> Any:
+    """Return what `_asked` was given."""
+
+    def array(found: dict[str, Any]) -> object:
+        if "words" not in found:
+            return found
+        return np.frombuffer(bytes.fromhex(found["words"]), found["dtype"]).copy()
+
+    return json.loads(state, object_hook=array)
+
+
+def _words_at(address: int, following: float | None) -> State:
+    """Return the words of a Mersenne Twister, and the normal number that is left over."""
+    left = struct.pack("<d", math.nan if following is None else following)
+    return ctypes.string_at(address, 4 * _WORDS) + left
+
+
+def _left_over(state: State) -> float | None:
+    (following,) = struct.unpack("<d", state[4 * _WORDS :])
+    return None if math.isnan(following) else following
+
+
+class _Python:
     """The generator behind `random.random()` and its like."""
-
-    name = "Python's generator (random)"
 
     def __init__(self) -> None:
         self._owner: Any = random.getstate.__self__  # type: ignore[attr-defined]
         # An object's head, then the position and the words (CPython 3.11 to 3.14).
         self._address = id(self._owner) + object.__basicsize__
         enough = type(self._owner).__mro__[1].__basicsize__ >= object.__basicsize__ + 4 * _WORDS
-        self._direct = enough and self._read() == self._asked()
+        _, words, _ = self._owner.getstate()
+        known = np.array([words[-1], *words[:-1]], np.uint32).tobytes()
+        name = "Python's generator (random)"
+        if enough and self._get()[: 4 * _WORDS] == known:
+            self.source = Source(name, self._get, self._set, random.random)
+        else:
+            self.source = _of_own(name, self._owner)
 
-    def _read(self) -> tuple[bytes, float | None]:
-        raw = ctypes.string_at(self._address, 4 * _WORDS)
-        return raw, self._owner.gauss_next
+    def _get(self) -> State:
+        return _words_at(self._address, self._owner.gauss_next)
 
-    def _asked(self) -> tuple[bytes, float | None]:
-        _, words, following = self._owner.getstate()
-        return np.array([words[-1], *words[:-1]], np.uint32).tobytes(), following
-
-    def get(self) -> tuple[bytes, float | None]:
-        return self._read() if self._direct else self._asked()
-
-    def set(self, state: tuple[bytes, float | None]) -> None:
-        raw, following = state
-        if self._direct:
-            ctypes.memmove(self._address, raw, len(raw))
-            self._owner.gauss_next = following
-            return
-        position, *words = np.frombuffer(raw, np.uint32).tolist()
-        self._owner.setstate((3, (*words, position), following))
-
-    def draw(self) -> None:
-        random.random()
+    def _set(self, state: State) -> None:
+        ctypes.memmove(self._address, state, 4 * _WORDS)
+        self._owner.gauss_next = _left_over(state)
 
 
-class _NumPy(_Source[Any]):
+class _NumPy:
     """The generator behind `numpy.random.rand()` and its like."""
-
-    name = "NumPy's generator (numpy.random)"
 
     def __init__(self) -> None:
         self._bits: Any = None
         self._address = 0
         self._pending = True  # whether a normal number may be left over from a pair
         self._seen = b""
+        name = "NumPy's generator (numpy.random)"
+        self.source = Source(name, self._get, self._set, np.random.random)
 
     def look_again(self) -> None:
         """Ask for a number left over at the next reading: the same words may be set with it."""
         if not self._pending:
             self._seen = b""
 
-    def get(self) -> Any:
+    def _get(self) -> State:
         module: Any = np.random
         bits: Any = module.get_bit_generator()
         if bits is not self._bits:
@@ -294,102 +271,33 @@ class _NumPy(_Source[Any]):
             twister = isinstance(bits, np.random.MT19937)
             self._address = bits.ctypes.state_address if twister else 0
         if not self._address:
-            return _frozen(np.random.get_state(legacy=False))
-        raw = ctypes.string_at(self._address, 4 * _WORDS)
-        if self._pending or raw != self._seen:
+            return _asked(np.random.get_state(legacy=False))
+        state = _words_at(self._address, None)
+        if self._pending or state != self._seen:
             known: Any = np.random.get_state(legacy=False)
             has = bool(known["has_gauss"])
             # These words may come back with the number and without it.
-            self._pending, self._seen = has or (self._pending and raw == self._seen), raw
-            return raw, known["gauss"] if has else None
-        return raw, None
+            self._pending, self._seen = has or (self._pending and state == self._seen), state
+            return _words_at(self._address, known["gauss"] if has else None)
+        return state
 
-    def set(self, state: Any) -> None:
-        if isinstance(state, dict):
-            np.random.set_state(_thawed(state))
+    def _set(self, state: State) -> None:
+        if len(state) != 4 * _WORDS + 8:  # of another kind of generator
+            np.random.set_state(_told(state))
             return
-        raw, following = state
-        now = self.get()
-        if isinstance(now, tuple) and now[1] is following is None:
-            ctypes.memmove(self._address, raw, len(raw))
-            self._seen = raw
+        now, following = self._get(), _left_over(state)
+        if self._address and following is None and _left_over(now) is None:
+            ctypes.memmove(self._address, state, 4 * _WORDS)
+            self._seen = state
             return
-        *words, position = np.frombuffer(raw, np.uint32).tolist()
+        *words, position = np.frombuffer(state, np.uint32, _WORDS).tolist()
         key = np.array(words, np.uint32)
         has, gauss = following is not None, following or 0.0
         np.random.set_state(("MT19937", key, position, int(has), gauss))
-        self._pending, self._seen = has, raw
-
-    def draw(self) -> None:
-        np.random.random()
-
-
-class _Asked(_Source[Any]):
-    """A generator of Python's or NumPy's kind that a computation owns."""
-
-    def __init__(
-        self, generator: random.Random | np.random.Generator | np.random.RandomState, name: str
-    ) -> None:
-        self._generator, self.name = generator, name
-
-    def get(self) -> Any:
-        match self._generator:
-            case random.Random():
-                return self._generator.getstate()
-            case np.random.RandomState():
-                return _frozen(self._generator.get_state(legacy=False))
-        return _frozen(self._generator.bit_generator.state)
-
-    def set(self, state: Any) -> None:
-        match self._generator:
-            case random.Random():
-                self._generator.setstate(state)
-            case np.random.RandomState():
-                self._generator.set_state(_thawed(state))
-            case _:
-                self._generator.bit_generator.state = _thawed(state)
-
-    def draw(self) -> None:
-        self._generator.random()
-
-
-def _own(name: str, generator: Own) -> _Source[Any]:
-    if isinstance(generator, torch.Generator):
-        return _Torch(generator, name)
-    return _Asked(generator, name)
+        self._pending, self._seen = has, _words_at(self._address, None)
 
 
 _python, _numpy = _Python(), _NumPy()
-
-
-@dataclass(slots=True)
-class RandomState:
-    """States of the random generators of the CPU and of some devices."""
-
-    cpu: Tensor
-    devices: list[tuple[torch.device, Tensor]]
-
-    @classmethod
-    def capture(cls, devices: Sequence[torch.device]) -> RandomState:
-        """Return the present states."""
-        return cls(torch.get_rng_state(), [(d, _module(d).get_rng_state(d)) for d in devices])
-
-    def restore(self) -> None:
-        """Give the generators these states."""
-        # A copy of a slice: torch reads from the start of the storage, and crashes (2.13).
-        torch.set_rng_state(self.cpu.clone() if self.cpu.storage_offset() else self.cpu)
-        for device, state in self.devices:
-            _module(device).set_rng_state(state.clone(), device)
-
-    def same_as(self, other: RandomState) -> bool:
-        """Whether nothing was drawn between the two."""
-        return torch.equal(self.cpu, other.cpu) and all(
-            torch.equal(a, b) for (_, a), (_, b) in zip(self.devices, other.devices, strict=True)
-        )
-
-
-def _module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
 
 
 def random_devices(tensors: Sequence[Tensor]) -> list[torch.device]:
@@ -412,3 +320,31 @@ def device_types(tensors: Sequence[Tensor]) -> list[str]:
 def cuda_or_cpu(tensors: Sequence[Tensor]) -> torch.device:
     """Return the first CUDA device that some tensors lie on, the CPU if there is none."""
     return next((t.device for t in tensors if t.device.type == "cuda"), torch.device("cpu"))
+
+
+def refuse_hidden_draws(modules: Iterable[object], name: str) -> None:
+    """Refuse modules whose random numbers come from a generator that cannot be read.
+
+    Raises
+    ------
+    StateError
+        For dropout between the layers of cuDNN's recurrent networks, which has
+        a state of its own that cannot be read or put back.
+    """
+    cudnn = torch.backends.cudnn
+    if not (cudnn.enabled and cudnn.is_available()):
+        return
+    inner = (m for module in modules if isinstance(module, nn.Module) for m in module.modules())
+    for module in inner:
+        draws = (
+            isinstance(module, nn.RNNBase)
+            and module.training
+            and module.dropout > 0
+            and module.num_layers > 1
+        )
+        if draws and any(p.device.type == "cuda" for p in module.parameters()):
+            raise StateError(
+                f"{name} cannot be run again as it was: cuDNN draws the dropout between the layers "
+                f"of {type(module).__name__} from a state of its own; give it dropout=0 and "
+                "nn.Dropout between modules, or set torch.backends.cudnn.enabled = False"
+            )

@@ -5,8 +5,7 @@ block(x)`, a closure, a partial, a bound method, an object with `__call__`.
 What it computes depends on all that it reaches.  `Scope` walks there once:
 through children and attributes of modules, cells of closures, defaults,
 `__self__`, partials, the globals that its code names, small containers and
-helper objects.  Each place found is a holder, whose contents can be read,
-compared by identity, and put back.
+helper objects.  Each place found can be read, compared by identity, and put back.
 
 What cannot be seen: state inside of extension objects, generators and iterators
 of Python, dictionaries of more than 64 entries, sets and deques of more than
@@ -16,28 +15,61 @@ libraries (torch, NumPy, the standard library).
 
 from __future__ import annotations
 
+import dis
+import functools
 import itertools
+import re
+import sys
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias, TypedDict
+from dataclasses import dataclass, replace
+from operator import is_
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...errors import ArgumentError
-from .holders import (
+from .places import (
     ABSENT,
-    Contents,
-    Holder,
+    LEAVES,
+    Bytes,
+    Held,
+    Place,
+    Tail,
+    Variables,
     are_alike,
-    is_same,
+    replacing,
+    values_of,
 )
-from .randomness import Own
-from .walk import Walk
+from .randomness import Own, is_generator
 
-_numbers = itertools.count()  # of what was found
 Buffers: TypeAlias = Sequence[tuple[nn.Module, str]]
+_numbers = itertools.count()  # of what was found
+_MOST_ENTRIES = 64  # of a dict whose contents are watched, or of a list that is watched whole
+_MOST_ITEMS = 1024  # of a set or deque
+_MOST_BYTES = 1 << 16  # of an array
+_MOST_PLACES = 256  # beside those of modules
+_DEPTH = 6
+_OTHERS = {"torch", "numpy", "multistage", "triton", "sympy", "torchgen", "functorch", "pytest"}
+_NOT_RUN = {"__init__", "__repr__", "extra_repr", "__getstate__", "__setstate__", "__reduce__"}
+_GLOBAL_HOOKS: Any = (
+    nn.modules.module._global_forward_hooks,
+    nn.modules.module._global_forward_pre_hooks,
+)
+_PARTS = {
+    "_parameters": "parameter",
+    "_buffers": "buffer",
+    "_modules": "child",
+    "_forward_hooks": "forward hook",
+    "_forward_pre_hooks": "forward pre-hook",
+}
+_QUOTED = re.compile(r"^[a-z ]+ '([^']*)'")  # the path in a name with a kind
+# What `nn.Module` itself keeps in an instance.
+_INTERNAL = frozenset(vars(nn.Module()))
 
 
 class Memo(TypedDict, total=False):
@@ -53,11 +85,11 @@ class Found:
 
     Attributes
     ----------
-    modules : tuple of nn.Module
-        Nested ones too, each once.
-    holders : tuple of Holder
-    contents : tuple of tuple
-        What each holder held.
+    modules : dict of str to nn.Module
+        Nested ones too, each once, by name.
+    places : tuple of Place
+    held : tuple of dict or list
+        What each place held.
     tensors : tuple of Tensor
         All of those, each once.
     generators : tuple of (str, generator)
@@ -70,14 +102,60 @@ class Found:
         What others have worked out of it.
     """
 
-    modules: tuple[nn.Module, ...]
-    holders: tuple[Holder, ...]
-    contents: tuple[Contents, ...]
+    named: dict[str, nn.Module]
+    places: tuple[Place, ...]
+    held: tuple[Held, ...]
     tensors: tuple[Tensor, ...]
     generators: tuple[tuple[str, Own], ...]
     scripted: tuple[torch.jit.ScriptModule, ...]
     number: int
-    memo: Memo = field(default_factory=Memo, compare=False)
+    memo: Memo
+    _now: tuple[Iterable[object], ...]  # the values of all places at any moment
+    _flat: tuple[object, ...]  # those values as they were
+
+    @classmethod
+    def of(
+        cls,
+        named: dict[str, nn.Module],
+        places: Sequence[Place],
+        generators: Iterable[tuple[str, Own]],
+        scripted: Iterable[torch.jit.ScriptModule],
+    ) -> Found:
+        """Return what some places hold."""
+        held, scripted = tuple([place.read() for place in places]), tuple(scripted)
+        return cls(
+            named,
+            tuple(places),
+            held,
+            _tensors_among(held, scripted),
+            tuple(generators),
+            scripted,
+            next(_numbers),
+            Memo(),
+            tuple([place.values() for place in places]),
+            tuple(itertools.chain.from_iterable(map(values_of, held))),
+        )
+
+    def holding(self, held: Sequence[Held], *, anew: bool = False) -> Found:
+        """Return the same places with other contents; `anew`, with another number too."""
+        tensors = _tensors_among(held, self.scripted)
+        flat = tuple(itertools.chain.from_iterable(map(values_of, held)))
+        found = replace(self, held=tuple(held), tensors=tensors, _flat=flat)
+        return replace(found, number=next(_numbers), memo=Memo()) if anew else found
+
+    @property
+    def modules(self) -> Iterable[nn.Module]:
+        """Modules, nested ones too, each once."""
+        return self.named.values()
+
+    def holds(self) -> bool:
+        """Whether the very same values are held now."""
+        now = tuple(itertools.chain.from_iterable(self._now))
+        return len(now) == len(self._flat) and all(map(is_, now, self._flat))
+
+    def now(self) -> list[Held]:
+        """Return what the places hold now."""
+        return [place.read() for place in self.places]
 
     def devices(self) -> frozenset[torch.device]:
         """Return the devices that its tensors lie on."""
@@ -88,25 +166,25 @@ class Found:
 
     def differences(self) -> list[str]:
         """Return the names of values that are others now."""
-        return [
-            name
-            for holder, before in zip(self.holders, self.contents, strict=True)
-            if not is_same(before, now := holder.read())
-            for name in holder.differences(before, now)
-        ]
+        if self.holds():
+            return []
+        pairs = zip(self.places, self.held, strict=True)
+        return [name for place, held in pairs for name in place.changed(held)]
 
-    def put_back(self) -> None:
-        """Make the holders hold this again."""
-        for holder, contents in zip(self.holders, self.contents, strict=True):
-            if not is_same(contents, holder.read()):
-                holder.write(contents)
+    def put_back(self, held: Sequence[Held] | None = None) -> None:
+        """Make the places hold this again, or what is given."""
+        if held is None and self.holds():
+            return
+        for place, before in zip(self.places, self.held if held is None else held, strict=True):
+            place.put_back(before)
 
     def name_of(self, tensor: Tensor) -> str:
         """Return what a tensor is called, for messages."""
-        for holder, values in zip(self.holders, self.contents, strict=True):
-            for number, value in enumerate(values):
+        for place, held in zip(self.places, self.held, strict=True):
+            pairs = held.items() if isinstance(held, dict) else enumerate(held)
+            for key, value in pairs:
                 if value is tensor:
-                    return holder.name_of(number)
+                    return place.key(key) if isinstance(held, dict) else f"{place.name}[{key}]"
         return f"a tensor of shape {tuple(tensor.shape)}"
 
 
@@ -132,50 +210,32 @@ class Scope:
         return cls(values)
 
     def _find(self) -> Found:
-        walk = Walk()
+        walk = _Walk()
         for value in self._values:
             walk.visit(value, "", 0)
         walk.finish()
-        contents = tuple([holder.read() for holder in walk.holders])
-        scripted = tuple(walk.scripted)
-        return Found(
-            tuple(walk.modules.values()),
-            tuple(walk.holders),
-            contents,
-            _tensors_among(contents, scripted),
-            tuple(walk.generators.values()),
-            scripted,
-            next(_numbers),
-        )
+        named: dict[str, nn.Module] = {}
+        for name, module in walk.modules.values():
+            named[name if name not in named else f"{name} ({len(named)})"] = module
+        return Found.of(named, walk.places, walk.generators.values(), walk.scripted)
 
     def look(self) -> Found:
         """Return what is held now; search again where more than numbers and tensors changed."""
         found = self._found
-        changed: list[Contents] | None = None
-        for number, (holder, before) in enumerate(zip(found.holders, found.contents, strict=True)):
-            now = holder.read()
-            if is_same(before, now):
-                continue
-            if not (holder.has_same_keys() and are_alike(before, now)):
-                found = self._find()
-                self._found = _without_results(found)
-                return found
-            if changed is None:
-                changed = list(found.contents)
-            changed[number] = now
-        if changed is not None:
-            contents = tuple(changed)
-            tensors = _tensors_among(contents, found.scripted)
-            found = replace(
-                found, contents=contents, tensors=tensors, number=next(_numbers), memo={}
-            )
-            self._found = _without_results(found)
+        if found.holds():
+            return found
+        now = found.now()
+        if all(map(are_alike, found.held, now)):
+            found = found.holding(now, anew=True)
+        else:
+            found = self._find()
+        self._found = _without_results(found)
         return found
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """Modules, nested ones too, each once."""
-        return self.look().modules
+        return tuple(self.look().modules)
 
     def parameters(self) -> list[Tensor]:
         """Return parameters of modules, and other tensors that require gradients; each once."""
@@ -209,9 +269,9 @@ def buffers_among(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Te
 
 
 def _tensors_among(
-    contents: Iterable[Contents], scripted: Iterable[torch.jit.ScriptModule]
+    held: Iterable[Held], scripted: Iterable[torch.jit.ScriptModule]
 ) -> tuple[Tensor, ...]:
-    found = {id(x): x for values in contents for x in values if isinstance(x, Tensor)}
+    found = {id(x): x for each in held for x in values_of(each) if isinstance(x, Tensor)}
     found |= {id(x): x for m in scripted for x in (*m.parameters(), *m.buffers())}
     if any(is_lazy(x) for x in found.values()):
         raise ArgumentError(
@@ -223,17 +283,17 @@ def _tensors_among(
 
 def merged(found: Sequence[Found]) -> Found:
     """Return what some scopes held, as one; what several of them hold is read once."""
-    holders = tuple({holder.place(): holder for each in found for holder in each.holders}.values())
-    contents = tuple([holder.read() for holder in holders])
-    scripted = tuple({id(m): m for each in found for m in each.scripted}.values())
-    return Found(
-        tuple({id(m): m for each in found for m in each.modules}.values()),
-        holders,
-        contents,
-        _tensors_among(contents, scripted),
-        tuple({id(g): (name, g) for each in found for name, g in each.generators}.values()),
-        scripted,
-        next(_numbers),
+    places = {
+        id(place.owner) if isinstance(place.owner, (dict, list, set, deque)) else id(place): place
+        for each in found
+        for place in each.places
+    }
+    modules = {id(m): (name, m) for each in found for name, m in each.named.items()}
+    return Found.of(
+        {f"{number}.{name}": m for number, (name, m) in enumerate(modules.values())},
+        tuple(places.values()),
+        {id(g): (name, g) for each in found for name, g in each.generators}.values(),
+        {id(m): m for each in found for m in each.scripted}.values(),
     )
 
 
@@ -247,9 +307,259 @@ def _without_results(found: Found) -> Found:
     if all(isinstance(t, nn.Parameter) or id(t) in kept for t in found.tensors):
         return found
 
-    def held(value: object) -> object:
+    def registered(value: object) -> object:
         other = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
         return ABSENT if other and id(value) not in kept else value
 
-    contents = tuple([tuple([held(x) for x in values]) for values in found.contents])
-    return replace(found, contents=contents, tensors=_tensors_among(contents, found.scripted))
+    return found.holding([replacing(held, registered) for held in found.held])
+
+
+# ---------------------------------------------------------------------- the search
+
+
+class _Walk:
+    """Visits what callables refer to; collects modules, places and generators."""
+
+    def __init__(self) -> None:
+        self.modules: dict[int, tuple[str, nn.Module]] = {}
+        self.scripted: list[torch.jit.ScriptModule] = []
+        self.places: list[Place] = []
+        self.generators: dict[int, tuple[str, Own]] = {}
+        self._seen: dict[int, object] = {}  # referred to, or an address might be used again
+        self._classes: set[type] = set()
+        self._globals: dict[int, tuple[dict[str, object], dict[str, None]]] = {}
+        self._left = _MOST_PLACES
+
+    def visit(self, value: object, name: str, depth: int) -> None:
+        """Visit a value that is reached by a name."""
+        if depth > _DEPTH or isinstance(value, LEAVES) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        match value:
+            case nn.Module():
+                self._module(value, name, depth)
+            case FunctionType():
+                self._function(value, name, depth)
+            case MethodType():
+                self._all((value.__self__, value.__func__), name, depth)
+            case functools.partial():
+                self._all((value.func, *value.args, *value.keywords.values()), name, depth)
+            case tuple() | frozenset():
+                if len(value) <= _MOST_ENTRIES:
+                    self._all(value, name, depth, numbered=True)
+            case dict():
+                if len(value) <= _MOST_ENTRIES:
+                    self._hold(value, f"{name}[", "]", depth)
+            case list() | set() | deque() | np.ndarray():
+                self._items(value, name, depth)
+            case type():
+                self._class(value, depth)
+            case _ if is_generator(value):
+                self.generators[id(value)] = (f"generator {name}", value)
+            case _ if not _is_others(type(value).__module__) or _is_namespace(value):
+                attributes = getattr(value, "__dict__", None)
+                if type(attributes) is dict:
+                    self._hold(attributes, f"{name}.", "", depth)
+                self._class(type(value), depth)
+
+    def finish(self) -> None:
+        """Add the global hooks on forward, and the globals that were named."""
+        for hooks in _GLOBAL_HOOKS if self.modules else ():
+            self._hold(hooks, "global forward hooks[", "]", 0)
+        for space, names in self._globals.values():
+            variables = Variables.of_dict(space, names)
+            self.places.append(Place(variables, "global '", "'"))
+
+    def _hold(self, owner: Any, name: str, end: str, depth: int) -> None:
+        """Watch a place, unless there are too many, and visit what it holds."""
+        self._left -= 1
+        if self._left < 0:
+            return
+        place = Place(owner, name, end)
+        self.places.append(place)
+        held = place.read()
+        for key, value in held.items() if isinstance(held, dict) else enumerate(held):
+            inner = place.key(key) if isinstance(held, dict) else f"{name}[{key}]"
+            self.visit(value, inner, depth + 1)
+
+    def _items(self, owner: Any, name: str, depth: int) -> None:
+        match owner:
+            case np.ndarray():
+                if owner.nbytes <= _MOST_BYTES and not owner.dtype.hasobject:
+                    self._hold(Bytes(owner), name, "", depth)
+            case list() if len(owner) > _MOST_ENTRIES:
+                self._hold(Tail(owner), name, "", depth)
+            case _ if len(owner) <= _MOST_ITEMS:
+                self._hold(owner, name, "", depth)
+
+    def _all(
+        self, values: Iterable[object], name: str, depth: int, *, numbered: bool = False
+    ) -> None:
+        for number, value in enumerate(values):
+            self.visit(value, f"{name}[{number}]" if numbered else name, depth + 1)
+
+    def _module(self, module: nn.Module, name: str, depth: int) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            self.scripted.append(module)
+            return
+        name = _QUOTED.sub(r"\1", name)
+        self.modules[id(module)] = name, module
+        own: Any = module.__dict__
+        dot = f"{name}." if name else ""
+        ours = type(module).__module__.split(".", 1)[0] == "multistage"
+        if not ours:
+            self.places.append(Place(own, f"attribute '{dot}", "'"))
+        for key, kind in _PARTS.items():
+            self.places.append(Place(own[key], f"{kind} '{dot}", "'"))
+        for key, child in list(own["_modules"].items()):
+            if child is not None and id(child) not in self._seen:
+                self._seen[id(child)] = child
+                # Nested modules count as deep as they lie: no depth is added.
+                self._module(child, f"{dot}{key}", depth)
+        if ours:  # a chain of other stages than modules
+            chain = own.get("_multistage")
+            self._all(chain.refers_to() if chain is not None else (), name, depth)
+            return
+        for key, value in list(own.items()):
+            if key not in _INTERNAL:
+                self.visit(value, f"attribute '{dot}{key}'", depth + 1)
+        for key in ("_forward_hooks", "_forward_pre_hooks"):
+            self._all(list(own[key].values()), name, depth)
+        self._class(type(module), depth)
+
+    def _class(self, kind: type, depth: int) -> None:
+        for each in kind.__mro__:
+            if each in self._classes or _is_others(each.__module__):
+                continue
+            self._classes.add(each)
+            names, functions = [], []
+            for key, value in list(vars(each).items()):
+                inner = getattr(value, "__func__", getattr(value, "fget", value))
+                if isinstance(inner, FunctionType):
+                    functions += [inner] if key not in _NOT_RUN else []
+                elif not (key.startswith("__") or hasattr(type(value), "__get__")):
+                    names += [key] if not isinstance(value, type) else []
+            if names:
+                get = lambda name, space=each.__dict__: space.get(name, ABSENT)  # noqa: E731
+                put, drop = functools.partial(setattr, each), functools.partial(delattr, each)
+                variables = Variables(names, get, put, drop)
+                self._hold(variables, f"class attribute '{each.__name__}.", "'", depth)
+            for function in functions:
+                self._code(function, depth)
+
+    def _function(self, function: FunctionType, name: str, depth: int) -> None:
+        if function.__closure__:
+            names = function.__code__.co_freevars
+            variables = Variables.of_cells(dict(zip(names, function.__closure__, strict=True)))
+            self.places.append(Place(variables, "variable '", "'"))
+            for key, value in zip(variables.names, variables, strict=True):
+                self._variable(value, key, _uses(function.__code__)[1].get(key), depth)
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        self._all(defaults, name or function.__name__, depth)
+        if function.__dict__:
+            self._hold(function.__dict__, f"{function.__name__}.", "", depth)
+        self._code(function, depth)
+
+    def _variable(self, value: object, name: str, used: set[str] | None, depth: int) -> None:
+        """Visit what a variable holds; of a module only the children that code names.
+
+        `lambda x: self.block(x)` depends on the block, and not on the rest of
+        the model, which other stages may be at work on.
+        """
+        # Attributes of the class and of the instance come before children.
+        if (
+            used
+            and isinstance(value, nn.Module)
+            and used <= value._modules.keys() - value.__dict__.keys()
+            and not any(hasattr(type(value), key) for key in used)
+        ):
+            children: Any = value._modules
+            variables = Variables.of_dict(children, sorted(used))
+            self._hold(variables, f"child '{name}.", "'", depth)
+        else:
+            self.visit(value, f"variable '{name}'", depth + 1)
+
+    def _code(self, function: FunctionType, depth: int) -> None:
+        """Visit the globals that a function names."""
+        if _is_others(function.__module__ or ""):
+            return
+        space = function.__globals__
+        if not any(key in space and _is_own(space[key]) for key in _names(function.__code__)):
+            return
+        for key, attributes in _uses(function.__code__)[0].items():
+            value = space.get(key, ABSENT)
+            if not isinstance(value, ModuleType):
+                self._global(space, key, depth)
+            elif not _is_others(value.__name__):
+                for attribute in attributes:
+                    self._global(vars(value), attribute, depth)
+
+    def _global(self, space: dict[str, object], key: str, depth: int) -> None:
+        value = space.get(key, ABSENT)
+        if value is ABSENT or isinstance(value, ModuleType):
+            return
+        if not isinstance(value, (FunctionType, type)):
+            self._globals.setdefault(id(space), (space, {}))[1][key] = None
+        self.visit(value, f"global '{key}'", depth + 1)
+
+
+@functools.lru_cache(maxsize=8192)
+def _names(code: CodeType) -> frozenset[str]:
+    """Return all names in code, of which globals are some."""
+    inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return frozenset(code.co_names).union(*inner)
+
+
+@functools.lru_cache(maxsize=8192)
+def _uses(code: CodeType) -> tuple[dict[str, set[str]], dict[str, set[str] | None]]:
+    """Return the globals and the free variables that code names, with the attributes it takes.
+
+    None for a free variable that is used otherwise, too.
+    """
+    loaded: dict[str, set[str]] = {}
+    free: dict[str, set[str] | None] = {}
+    last: set[str] | None = None
+    variable = ""  # free, and named by the step before
+    for step in dis.get_instructions(code):
+        attribute = step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        if attribute and last is not None:
+            last.add(step.argval)
+        elif variable and not attribute:
+            free[variable] = None
+        if attribute and variable and (known := free[variable]) is not None:
+            known.add(step.argval)
+        last, variable = None, ""
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
+            last = loaded.setdefault(step.argval, set())
+        elif step.opname.startswith("LOAD_DEREF"):
+            variable = step.argval
+            free.setdefault(variable, set())
+        elif step.opname in ("STORE_DEREF", "DELETE_DEREF", "LOAD_CLASSDEREF"):
+            free[step.argval] = None
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            more, others = _uses(constant)
+            for key, attributes in more.items():
+                loaded.setdefault(key, set()).update(attributes)
+            for key, used in others.items():
+                known = free.setdefault(key, set())
+                free[key] = None if used is None or known is None else known | used
+    return loaded, free
+
+
+def _is_own(value: object) -> bool:
+    """Whether a global is no module, class or function of others."""
+    if isinstance(value, ModuleType):
+        return not _is_others(value.__name__)
+    return not (isinstance(value, (FunctionType, type)) and _is_others(value.__module__ or ""))
+
+
+@functools.cache
+def _is_others(module: str) -> bool:
+    """Whether code of this module is not the user's: torch, NumPy, us, the standard library."""
+    top = module.split(".", 1)[0]
+    return top in _OTHERS or (top in sys.stdlib_module_names and top != "__main__")
+
+
+def _is_namespace(value: object) -> bool:
+    return type(value).__name__ in ("Namespace", "SimpleNamespace")

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ...errors import StateError
 from ..tensors.checksums import digest
 from .copies import cloned
-from .holders import LEAVES
+from .places import LEAVES
 from .scope import Found, Scope
 
 _LEAF = pytree.tree_flatten(None)[1]  # of a state that is one tensor

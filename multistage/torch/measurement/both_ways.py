@@ -16,11 +16,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
+from ..environment.captured import Snapshot, left_behind
 from ..environment.copies import cloned
-from ..environment.randomness import device_types, random_devices
+from ..environment.randomness import device_types
 from ..environment.scope import Scope
 from ..environment.settings import Autocast, autocast, casting_anew
-from ..environment.snapshots import Snapshot, left_behind, modules_of
 from ..environment.states import tensors_in
 from ..tensors.checksums import fingerprint
 from ..tensors.meter import Meter
@@ -55,7 +55,9 @@ class Both:
         targets: Sequence[Tensor] | None = None,
     ) -> None:
         self._targets, self._room = targets, room_bytes
-        self.modules = modules_of(calls)
+        leaves = pytree.tree_leaves(sample)
+        self._scope = Scope([*calls, *(x for x in leaves if not isinstance(x, Tensor))])
+        self.modules = self._scope.look().named
         self.sample, self._writes = sample, writes
         self.names: dict[int, str] = {}
         for path, module in self.modules.items():
@@ -65,12 +67,9 @@ class Both:
         self._parameters = [
             p for m in self.modules.values() for p in m._parameters.values() if p is not None
         ]
-        leaves = pytree.tree_leaves(sample)
         involved = [*tensors_in(sample), *self._parameters]
-        self.devices = random_devices(involved)
         self._autocast = Autocast.capture(device_types(involved))
-        self._scope = Scope([*calls, *(x for x in leaves if not isinstance(x, Tensor))])
-        self.snapshot = Snapshot.capture(self.modules.values(), self.devices, self._scope)
+        self.snapshot = Snapshot(self._scope, tensors_in(sample))
 
     def inputs(self) -> object:
         """Return the sample as leaves, which are one or share memory where the sample's do."""
@@ -107,7 +106,7 @@ class Both:
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
-        now = Snapshot.capture(self.modules.values(), self.devices, self._scope)
+        now = Snapshot(self._scope, tensors_in(self.sample))
         self.snapshot.restore()
         try:
             with autocast(self._autocast):
@@ -133,7 +132,7 @@ class Both:
                 judged = self._targets is None and isinstance(leaf, Tensor)
                 wants = leaf.requires_grad if judged else None
                 found[f"output {number}"] = value, wants
-        found |= left_behind(self.modules, self.devices)
+        found |= left_behind(self._scope, tensors_in(self.sample))
         self.snapshot.restore()
         return found
 

@@ -26,7 +26,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from ...errors import ArgumentError, DifferenceWarning, StateError
-from ..environment.snapshots import modules_of
+from ..environment.scope import Scope
 from .both_ways import Both, NotAlone
 from .comparing import agree, bits, differences, listed, projected
 from .exploring import Call
@@ -194,7 +194,7 @@ def room_for_tapes(profile: Profile, stages: Sequence[Call], limit_bytes: int | 
         gradients = stage.gradient_bytes + given_gradient
         backward = max(backward, gradients + stage.backward_overhead_bytes)
         # While the model runs again no gradient of a parameter is being computed.
-        modules = modules_of([stages[i] for i in group]).values()
+        modules = Scope([stages[i] for i in group]).modules
         largest = max((p.nbytes for m in modules for p in m.parameters(False)), default=0)
         over = max(0, stage.backward_overhead_bytes - largest)
         in_flight = max(in_flight, gradients + over)

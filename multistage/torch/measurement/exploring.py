@@ -18,8 +18,8 @@ from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from ..environment.captured import Environment, exchanges_memory, generators_of, undo_of
-from ..environment.copies import address, cloned, put_back, version_of
+from ..environment.captured import Environment, Snapshot, exchanges_memory, generators_of
+from ..environment.copies import address, cloned
 from ..environment.randomness import Generators, State
 from ..environment.scope import Scope, buffers_among
 from ..environment.states import tensors_in, wants_of
@@ -51,15 +51,11 @@ def fresh_copy(state: _State, *, wants: bool | None = None) -> _State:
 @contextlib.contextmanager
 def untouched(scope: Scope, sample: object) -> Iterator[None]:
     """Put buffers, attributes and random generators back at the end; see `environment`."""
-    undo = undo_of(scope, tensors_in(sample))
-    values = [(b, b.detach().clone(), version_of(b)) for _, _, b in scope.buffers()]
+    snapshot = Snapshot(scope, tensors_in(sample), attributes=False)
     try:
         yield
     finally:
-        undo()
-        for buffer, value, version in values:
-            if version_of(buffer) != version or not same_bits(buffer, value):
-                put_back(buffer, value, version)
+        snapshot.restore()
 
 
 def explore(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
 from torch.utils.hooks import RemovableHandle
 
-from ..environment.holders import Contents, Holder
+from ..environment.places import Held, Place, replacing
 from ..environment.scope import Scope
 
 _silent: dict[int, int] = {}  # threads whose tensors take no hooks, with the depth of nesting
@@ -36,17 +36,17 @@ def standing_in(scope: Scope) -> Iterator[list[Tensor]]:
         for p in scope.parameters()
         if p.requires_grad and p.is_leaf
     }
-    held = [(holder, contents) for holder in scope.look().holders if (contents := holder.read())]
-    put: list[tuple[Holder, Contents]] = []
+    put: list[tuple[Place, Held]] = []
     try:
-        for holder, contents in held:
-            if any(id(value) in stand_ins for value in contents):
-                put.append((holder, contents))
-                holder.write(tuple([stand_ins.get(id(value), value) for value in contents]))
+        for place in scope.look().places:
+            if any(id(value) in stand_ins for value in place.values()):
+                put.append((place, place.read()))
+                other = replacing(place.read(), lambda value: stand_ins.get(id(value), value))
+                place.put_back(other)
         yield list(stand_ins.values())
     finally:
-        for holder, contents in reversed(put):
-            holder.write(contents)
+        for place, held in reversed(put):
+            place.put_back(held)
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..environment.holders import LEAVES
+from ..environment.places import LEAVES
 from ..environment.scope import Scope
 from ..tensors.meter import storages_of
 

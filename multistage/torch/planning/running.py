@@ -17,7 +17,7 @@ from ...model.stages import StageCosts
 from ...planners.chain.heterogeneous import ChainPlan
 from ...schedule.rules import Rules
 from ..chains.runner import Run
-from ..environment.hidden_draws import refuse_hidden_draws
+from ..environment.randomness import refuse_hidden_draws
 from ..environment.scope import Found
 from ..environment.states import leaves_of, tensors_in
 from ..environment.turns import TURN

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from ...model.tier import Tier
-from ..environment.holders import inside
+from ..environment.places import inside
 from ..measurement.checking import Checked
 from .cells import Cell, Cells
 from .costs import KindCost, Sampled

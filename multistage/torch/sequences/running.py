@@ -25,8 +25,7 @@ from ...schedule.rules import Rules
 from ...schedule.simulation import simulate
 from ...schedule.timeline import Timeline
 from ...support.progress import Bars
-from ..environment.hidden_draws import refuse_hidden_draws
-from ..environment.randomness import cuda_or_cpu
+from ..environment.randomness import cuda_or_cpu, refuse_hidden_draws
 from ..measurement.checking import Checked, check_chain
 from ..measurement.stand_ins import hooks_silent
 from ..tensors.meter import Meter

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import random
-import sys
 from array import array
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
-from types import SimpleNamespace
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -32,9 +29,6 @@ _SMALL_BYTES = 1 << 14  # of which a checksum takes no longer than to find that 
 # Odd, with bits all over: 2^64 / golden ratio, as Fibonacci hashing has it (Knuth 6.4).
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 _WORDS = 1 << 20  # at a time: twice as many are memory beside the tensor
-_LONGEST = 1000  # items of a container that are looked at
-_DEEPEST = 3
-_LIBRARIES = {"torch", "numpy", "multistage"}
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
@@ -197,11 +191,11 @@ class Checksums:
         return total
 
 
-def fingerprint(value: object, depth: int = 0) -> object:
+def fingerprint(value: object) -> object:
     """Return something small and hashable that is equal for values of equal bits.
 
-    Tensors by shape, dtype, device and a checksum; numbers, strings and containers by their
-    content; generators by their state; other objects by their attributes, a few levels down.
+    Tensors by shape, dtype, device and a checksum; numbers, strings and tuples by their
+    content; other objects by their class.
     """
     match value:
         case Tensor():
@@ -210,30 +204,11 @@ def fingerprint(value: object, depth: int = 0) -> object:
             return value
         case float() | complex():
             return repr(value)  # one nan is like another
-        case torch.Generator():
-            return "generator", _of_tensor(value.get_state())
-        case random.Random():
-            return "generator", hash(value.getstate())
-        case nn.Module() | type() | torch.device() | torch.dtype():
-            return type(value).__qualname__
-    if depth == _DEEPEST:
-        return type(value).__qualname__
-    if isinstance(value, Mapping):
-        items = list(value.items())[:_LONGEST]
-        pairs = tuple((repr(key), fingerprint(item, depth + 1)) for key, item in items)
-        return type(value).__qualname__, len(value), pairs
-    if isinstance(value, (list, tuple, deque)):
-        found = tuple(fingerprint(item, depth + 1) for item in list(value)[:_LONGEST])
-        return type(value).__qualname__, len(value), found
-    if isinstance(value, Set):
-        return type(value).__qualname__, len(value)
-    if hasattr(value, "tobytes") and hasattr(value, "shape"):  # NumPy's arrays
-        return type(value).__qualname__, value.shape, hash(value.tobytes())
-    if hasattr(value, "bit_generator"):
-        return "generator", repr(value.bit_generator.state)
-    if not is_helper(value):
-        return type(value).__qualname__
-    return type(value).__qualname__, fingerprint(vars(value), depth + 1)
+        case tuple():
+            return tuple(map(fingerprint, value))
+        case np.ndarray() | np.generic():
+            return value.shape, hash(value.tobytes())
+    return type(value).__qualname__
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -253,15 +228,6 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     if flat.stride(0) != 1:  # expanded, or with gaps
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
-
-
-def is_helper(value: object) -> bool:
-    """Whether an object is a user's own, that a module may keep state in."""
-    kind = type(value)
-    if callable(value) or not hasattr(value, "__dict__"):
-        return False
-    top = kind.__module__.partition(".")[0]
-    return kind is SimpleNamespace or not (top in sys.stdlib_module_names or top in _LIBRARIES)
 
 
 def _of_tensor(tensor: Tensor) -> object:

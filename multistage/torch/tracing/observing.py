@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError
-from ..environment.captured import undo_of
+from ..environment.captured import Snapshot
 from ..environment.copies import cloned
 from ..environment.scope import Scope
 from ..measurement.saved import Saved
@@ -119,11 +119,11 @@ def observe(graph: fx.GraphModule, arguments: Sequence[object], own: Sequence[bo
         if is_own and isinstance(x, nn.Parameter)
     ]
     versions = [p._version for p in parameters]
-    undo = undo_of(Scope(()), [x for x in arguments if isinstance(x, Tensor)])
+    snapshot = Snapshot(Scope(()), [x for x in arguments if isinstance(x, Tensor)])
     try:
         observer = _observed(graph, arguments, own)
     finally:
-        undo()
+        snapshot.restore()
     if versions != [p._version for p in parameters]:
         raise ArgumentError(
             "the model writes to a parameter in place; keep what forward changes in a buffer"
