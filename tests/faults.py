@@ -16,7 +16,6 @@ import _thread
 import contextlib
 import errno
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -520,14 +519,14 @@ def interrupt_cases(
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the open files of a store in `folder`, those without a name too."""
+    """Return the open files of a store in `folder`, which have no name."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # that of this listing, or closed just now
             target = str(link.readlink())
             if str(folder) in target and target.endswith("(deleted)") and link.is_file():
                 found.append(link)
-    return found + [path for path in folder.glob(".multistage-*/*") if path.name != "lock"]
+    return found
 
 
 def _rewritten(change: Callable[[bytearray], None]) -> Callable[[Path], None]:
@@ -555,12 +554,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "file emptied": lambda path: os.truncate(path, 0),
     "file overwritten": _rewritten(_noise),
     "bit flipped in the file": _rewritten(_flip),
-    "file deleted": lambda path: path.parent.name == "fd" or path.unlink(),
-    "file chmod 000": lambda path: path.chmod(0),
-}
-FOLDER_DAMAGE: dict[str, Callable[[Path], object]] = {
-    "folder deleted": lambda path: shutil.rmtree(path, ignore_errors=True),
-    "folder chmod 000": lambda path: path.chmod(0),
 }
 
 
@@ -571,15 +564,9 @@ def damage_cases(name: str, damage: str, folder: Path) -> Iterator[Outcome]:
         trigger = Trigger(at)
 
         def tick(trigger: Trigger = trigger) -> None:
-            if not trigger():
-                return
-            if damage in DAMAGE:
-                for path in files_of(folder):
-                    with contextlib.suppress(FileNotFoundError):
-                        DAMAGE[damage](path)
-            else:
-                for path in folder.glob(".multistage-*"):
-                    FOLDER_DAMAGE[damage](path)
+            for path in files_of(folder) if trigger() else ():
+                with contextlib.suppress(FileNotFoundError):
+                    DAMAGE[damage](path)
 
         plan = SCHEDULES["overlapped"](n)
         outcome = run_case(STORES[name](folder), plan, False, chain=watched_chain(tick))
@@ -646,7 +633,7 @@ def main() -> None:
             names = [name for name, other in CASES if other == fault]
             outcomes = (o for name in names for o in cases_of(name, fault, Path(folder)))
             out(row(fault, outcomes) + "\n")
-        for damage in (*DAMAGE, *FOLDER_DAMAGE):
+        for damage in DAMAGE:
             names = [name for name in STORES if name.startswith(FILE_ENGINES)]
             outcomes = (o for name in names for o in damage_cases(name, damage, Path(folder)))
             out(row(damage, outcomes) + "\n")

@@ -1,7 +1,7 @@
 /* Preloaded by tests/backends/test_real_faults.py: makes the system's reads and
  * writes of our files short, interrupted or failing, at chosen calls.
  *
- * Only descriptors whose name contains ".multistage-" are touched, wherever the
+ * Only descriptors of nameless files are touched, wherever the
  * call comes from: the interpreter, its io module, or the C core. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -40,7 +40,7 @@ static int ours(int fd)
   if (n < 0)
     return 0;
   name[n] = 0;
-  return strstr(name, "/.multistage-") != NULL;
+  return strstr(name, "/#") && strstr(name, " (deleted)");
 }
 
 /* Whether this call is hit: returns the mode, OFF if it is not. */

@@ -1,8 +1,9 @@
-"""One slotted file, written past the page cache where the filesystem allows it.
+"""One nameless file of extents, written past the page cache where the filesystem allows it.
 
-The file is unlinked as soon as it is open: nothing is left of it when the
-process ends, however it ends.  It grows in steps, so that a full disk shows
-before checkpoints are lost to it.
+The file never shows in its folder: nobody can open, exchange or remove it, and nothing is
+left of it when the process ends, however it ends.  Where the system knows no nameless files it
+has a name for an instant.  It grows in steps, so that a full disk shows before
+checkpoints are lost to it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import warnings
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import SlowWarning
+from ..errors import SlowWarning, StoreError
 from ..states.layout import Array
 from .arena import PAGE, pages
 from .extents import PagePool
@@ -34,43 +36,45 @@ class DirectFile:
     folder : Path
     most_bytes : int or None
         Of the file, whole pages; None for all there are.
-    dir_fd : int or None
-        `folder` itself, if it is open: the name is not looked up again then.
+    direct : bool
+        Whether to bypass the page cache (O_DIRECT) where that is possible.
 
     Attributes
     ----------
     direct : bool
-        Whether the page cache is bypassed (O_DIRECT).
+        Whether it is bypassed.
+
+    Raises
+    ------
+    StoreError
+        If there can be no file in the folder: why, and the remedy.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        most_bytes: int | None = None,
-        *,
-        dir_fd: int | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, most_bytes: int | None = None, *, direct: bool = True) -> None:
         self._most_bytes = most_bytes
         self._pages = PagePool(None if most_bytes is None else most_bytes // PAGE)
         self.runs: dict[int, list[tuple[int, int]]] = {}  # the pages of each extent
         self._gone: deque[int] = deque()  # freed, but for the writing thread to note
         self._allocated = 0
-        direct = getattr(os, "O_DIRECT", 0)
-        self.direct = bool(direct)
+        flag = getattr(os, "O_DIRECT", 0) if direct else 0
+        self.direct = bool(flag)
         try:
-            self._fd = _open_nameless(folder, direct, dir_fd)
+            try:
+                self._fd = _open_nameless(folder, flag)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self.direct:
+                    raise
+                self.direct = False  # the filesystem takes no O_DIRECT
+                self._fd = _open_nameless(folder, 0)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self.direct:
-                raise
-            self.direct = False  # the filesystem takes no O_DIRECT
-            self._fd = _open_nameless(folder, 0, dir_fd)
+            raise _refused(folder, error) from error
         try:
             if self.direct and not _takes_pages(self._fd):
                 self.direct = False
                 self.close()
-                self._fd = _open_nameless(folder, 0, dir_fd)
+                self._fd = _open_nameless(folder, 0)
                 warnings.warn(
-                    f"folder {str(folder.parent)!r} takes no direct transfers (O_DIRECT) of "
+                    f"folder {str(folder)!r} takes no direct transfers (O_DIRECT) of "
                     f"{PAGE} bytes, its device has larger blocks: files are written through the "
                     "page cache, which is slower; for direct ones name a folder on another device",
                     SlowWarning,
@@ -118,7 +122,7 @@ class DirectFile:
                 if position + len(view) > self._allocated:
                     self._grow(position + len(view))
                 while view:
-                    done = os.pwrite(self._fd, view[:_CHUNK], position)
+                    done = self._pwrite(view[:_CHUNK], position)
                     if done <= 0:
                         raise OSError(errno.EIO, "the file took no more bytes")
                     position += done
@@ -152,11 +156,19 @@ class DirectFile:
             raise OSError(errno.EIO, f"extent {slot} was never written")
         for position, view in self._places(slot, 0, data):
             while view:
-                done = os.preadv(self._fd, [view[:_CHUNK]], position)
+                done = self._pread(view[:_CHUNK], position)
                 if done <= 0:
                     raise OSError(errno.EIO, "the file ends before the checkpoint does")
                 position += done
                 view = view[done:]
+
+    def _pwrite(self, view: memoryview, position: int) -> int:
+        """Write some of these bytes; return how many."""
+        return os.pwrite(self._fd, view, position)
+
+    def _pread(self, view: memoryview, position: int) -> int:
+        """Read some of these bytes; return how many."""
+        return os.preadv(self._fd, [view], position)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -180,20 +192,31 @@ def _takes_pages(fd: int) -> bool:
     return True
 
 
-def _open_nameless(folder: Path, flags: int, dir_fd: int | None) -> int:
+def _open_nameless(folder: Path, flags: int) -> int:
     """Open a new file that never shows in the folder, or for an instant only."""
     flags |= os.O_RDWR | getattr(os, "O_CLOEXEC", 0)
     if hasattr(os, "O_TMPFILE"):
         try:
-            here = folder if dir_fd is None else "."
-            return os.open(here, flags | os.O_TMPFILE, 0o600, dir_fd=dir_fd)
+            return os.open(folder, flags | os.O_TMPFILE, 0o600)
         except OSError as error:
             # What a filesystem or an old kernel says that knows no such files.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
                 raise
-    path = folder / "extents" if dir_fd is None else Path("extents")
+    # Others may rename or remove it, but not open it: what is written goes to the file itself.
+    path = folder / f".multistage-{secrets.token_hex(8)}"
     try:
-        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd)
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path, dir_fd=dir_fd)  # some leave it behind when they refuse O_DIRECT
+        with contextlib.suppress(OSError):
+            path.unlink()  # some leave it behind when they refuse O_DIRECT
+
+
+def _refused(folder: Path, error: OSError) -> StoreError:
+    reason = f"{error}; choose another"
+    if isinstance(error, NotADirectoryError):
+        reason = "it is no folder; name one"
+    elif isinstance(error, FileNotFoundError) and not folder.exists():
+        reason = "it does not exist; create it"
+    elif isinstance(error, PermissionError):
+        reason = "it cannot be written; choose another or change its permissions"
+    return StoreError(f"folder {str(folder)!r} cannot hold checkpoints: {reason}")

@@ -1,114 +1,73 @@
-"""Files as a slow tier: a private folder, three engines, no leftovers.
-
-`AioFiles` is the portable engine, one plain file per extent, for systems and filesystems where
-the others do not work.  Each background thread runs an event loop of its own.
-"""
+"""Files as a slow tier: one nameless file, three engines, no leftovers."""
 
 from __future__ import annotations
 
-import errno
-import os
 import sys
 import threading
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from .. import native
 from ..errors import ArgumentError, StoreError
-from ..states.layout import Array, Layout
+from ..states.layout import Layout
 from ..support.interrupts import Shield
 from .carrier import Carrier
 from .direct import DirectFile
 from .medium import Medium
 from .native import NativeFile
-from .private import PrivateFolder
 from .streamed import StreamedStore
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Awaitable
     from concurrent.futures import ThreadPoolExecutor
 
 
-class AioFiles:
-    """Extents as files named by their number, in a private folder.
+class AioFile(DirectFile):
+    """Extents in an anonymous file, moved by aiofiles: each thread runs an event loop of its own.
 
     Parameters
     ----------
     folder : Path
-    dir_fd : int or None
-        `folder` itself, if it is open: its name is not looked up again then.
+    most_bytes : int or None
+        Of the file.
     """
 
-    def __init__(self, folder: Path, *, dir_fd: int | None = None) -> None:
+    def __init__(self, folder: Path, most_bytes: int | None = None) -> None:
         import asyncio
+        import os
         from concurrent.futures import ThreadPoolExecutor
 
-        import aiofiles
+        from aiofiles.os import wrap
 
+        super().__init__(folder, most_bytes, direct=False)
         self._new_loop, self._new_threads = asyncio.new_event_loop, ThreadPoolExecutor
-        self._open = aiofiles.open
-        self._folder = folder if dir_fd is None else Path()
-        self._opener = partial(_private, dir_fd=dir_fd)
+        self._write_at, self._read_at = wrap(os.pwrite), wrap(os.preadv)
         self._loops: dict[int, tuple[asyncio.AbstractEventLoop, ThreadPoolExecutor]] = {}
 
-    def begin(self, slot: int, nbytes: int) -> None:
-        """Do nothing: `write` makes a file, or another one of what the number meant before."""
+    def _pwrite(self, view: memoryview, position: int) -> int:
+        return self._run(self._write_at(self.fd, view, position))
 
-    def free(self, slot: int) -> None:
-        """Do nothing: the file is written over."""
+    def _pread(self, view: memoryview, position: int) -> int:
+        return self._run(self._read_at(self.fd, [view], position))
 
-    def write(self, slot: int, offset: int, data: Array) -> None:
-        """Write a part of an extent; the file is made at its beginning."""
-        self._run(self._write(self._folder / f"{slot}", offset, data))
-
-    def read(self, slot: int, data: Array) -> None:
-        """Read the start of an extent."""
-        self._run(self._read(self._folder / f"{slot}", data))
-
-    def _run(self, work: object) -> None:
+    def _run(self, work: Awaitable[int]) -> int:
         thread = threading.get_ident()
         if thread not in self._loops:
             loop, threads = self._new_loop(), self._new_threads(1)
             loop.set_default_executor(threads)
             self._loops[thread] = loop, threads
-        self._loops[thread][0].run_until_complete(work)  # type: ignore[arg-type]
-
-    async def _write(self, path: Path, offset: int, data: Array) -> None:
-        mode: Literal["r+b", "wb"] = "r+b" if offset else "wb"
-        # Unbuffered: Python's buffers try again without end where nothing is taken.
-        async with self._open(path, mode, buffering=0, opener=self._opener) as file:
-            await file.seek(offset)
-            view = memoryview(data)  # type: ignore[arg-type]
-            while view:
-                done = await file.write(view)
-                if not done:
-                    raise OSError(errno.EIO, "the file took no more bytes")
-                view = view[done:]
-
-    async def _read(self, path: Path, data: Array) -> None:
-        async with self._open(path, "rb", buffering=0, opener=self._opener) as file:
-            view = memoryview(data)  # type: ignore[arg-type]
-            while view:
-                done = await file.readinto(view)
-                if not done:
-                    raise OSError(errno.EIO, "the file ends before the checkpoint does")
-                view = view[done:]
+        return self._loops[thread][0].run_until_complete(work)
 
     def close(self) -> None:
-        """End the loops and their threads."""
+        """End the loops and their threads, close the file."""
         # By hand: asyncio's own way takes another thread, of which there may be
         # none, and may not be gone where a loop runs, as in a notebook.
         for loop, threads in self._loops.values():
             threads.shutdown()
             loop.close()
         self._loops.clear()
-
-
-def _private(path: str, flags: int, dir_fd: int | None) -> int:
-    # What is there in place of our file is not followed if it is a link, and
-    # not waited for if it is a pipe.
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=dir_fd)
+        super().close()
 
 
 Engine = Literal["auto", "native", "direct", "aiofiles"]
@@ -125,23 +84,19 @@ def available_engines() -> tuple[Engine, ...]:
 class FileStore(StreamedStore):
     """Checkpoints in files, written and read back by background threads.
 
-    The files lie in a private folder (0700, files 0600) made inside `folder`,
-    which must be safe from other users.  They are gone when the store closes,
-    when the interpreter exits, and at the next run in that folder if the
-    process was killed.  They hold raw bytes; what they mean is known only to
-    the running process, which verifies a 64-bit checksum (XXH3) on every
+    The file has no name: no other user can open or exchange it, and it is gone when the
+    store closes or the process ends, killed or not.  It holds raw bytes; what they mean is
+    known only to the running process, which verifies a 64-bit checksum (XXH3) on every
     read.
 
     Parameters
     ----------
     folder : path
-        An existing folder on the disk to use: your own, which no other user may
-        write to, or one with the sticky bit such as /tmp.
+        An existing folder, which you may write to, on the disk to use.
     engine : {"auto", "native", "direct", "aiofiles"}
-        `native`: one anonymous file past the page cache (O_DIRECT where the
-        filesystem takes it), moved by threads of the C core.  `direct`: the
-        same file, moved by threads of Python.  `aiofiles`: portable, one plain
-        file per extent.  `auto`: the first of them that is there.
+        `native`: past the page cache (O_DIRECT where the filesystem takes it), moved by
+        threads of the C core.  `direct`: the same, moved by threads of Python.
+        `aiofiles`: portable, through the page cache.  `auto`: the first of them that is there.
     capacity_bytes : int or None
         Most bytes it takes on the disk; None for all there are.
     buffer_bytes : int
@@ -190,16 +145,14 @@ class FileStore(StreamedStore):
         )
         self.folder = Path(folder)
         self.engine: Engine = engine
-        self._private: PrivateFolder | None = None
 
     def check(self) -> None:
         """Raise StoreError if the folder cannot be used; nothing is left in it."""
         with Shield(up=True):
-            private = PrivateFolder(self.folder)
-            private.remove()  # of a name: called on a passing object, its end would swallow Ctrl-C
+            DirectFile(self.folder, direct=False).close()
 
     def open(self, layout: Layout) -> None:
-        """Make the private folder, clear leftovers of dead processes, start the threads.
+        """Make the file, start the threads.
 
         Raises
         ------
@@ -215,22 +168,11 @@ class FileStore(StreamedStore):
 
     def medium(self, layout: Layout, extent_bytes: int) -> Medium:
         """Return a fresh medium; that of `direct` in place of the native engine's threads."""
-        private = self._make_private()
         if self.engine == "aiofiles":
-            return AioFiles(private.path, dir_fd=private.fd)
-        return DirectFile(private.path, self.capacity_bytes, dir_fd=private.fd)
+            return AioFile(self.folder, self.capacity_bytes)
+        return DirectFile(self.folder, self.capacity_bytes)
 
     def _new_carrier(self, layout: Layout, extent_bytes: int) -> Carrier:
-        if self.engine != "native":
-            return super()._new_carrier(layout, extent_bytes)
-        private = self._make_private()
-        return NativeFile(private.path, self.capacity_bytes, dir_fd=private.fd)
-
-    def _make_private(self) -> PrivateFolder:
-        self._private = PrivateFolder(self.folder)
-        return self._private
-
-    def _give_back(self) -> None:
-        if self._private is not None:
-            self._private.remove()
-            self._private = None
+        if self.engine == "native":
+            return NativeFile(self.folder, self.capacity_bytes)
+        return super()._new_carrier(layout, extent_bytes)

@@ -62,8 +62,6 @@ class NativeFile:
     folder : Path
     most_bytes : int or None
         Of the file; None for all there are.
-    dir_fd : int or None
-        `folder` itself, if it is open.
     pwrite, pread : native.Transfer, optional
         In place of the system's, to let them fail in tests.
 
@@ -79,7 +77,6 @@ class NativeFile:
         folder: Path,
         most_bytes: int | None = None,
         *,
-        dir_fd: int | None = None,
         pwrite: Callable[[int, int, int, int], int] | None = None,
         pread: Callable[[int, int, int, int], int] | None = None,
     ) -> None:
@@ -97,13 +94,13 @@ class NativeFile:
         engine = pages(self._library.ms_io_len())
         self._engine: int = engine.ctypes.data
         self._kept: list[object] = [engine, self._hooks, self._flights]
-        self._file = DirectFile(folder, most_bytes, dir_fd=dir_fd)
+        self._file = DirectFile(folder, most_bytes)
         self._stop = Ending(
             self, functools.partial(_stop, self._owner, self._engine, self._file, self._kept)
         )
         self.direct = self._file.direct
         if self._library.ms_io_in_memory(self._file.fd):
-            _warn_of_memory(str(folder.parent))
+            _warn_of_memory(str(folder))
 
     def start(self, bounce: Array | None, wrote: Finished, landed: Finished) -> None:
         """Start the threads.

@@ -21,9 +21,7 @@ all workers are gone            a `MultistageError` after `patience_s`
 Ctrl-C, any error               shots not begun are cancelled
 ==============================  ==============================================
 
-A worker that is killed leaves no file of checkpoints: it never had a name.  Its
-empty private folder is removed by the next run in that scratch folder, at the
-latest at the end of `map_shots` by the workers that are left.
+A worker that is killed leaves no file of checkpoints: it never had a name.
 """
 
 from __future__ import annotations
@@ -188,8 +186,6 @@ def map_shots(
     finally:
         with suppress(Exception):  # whatever ended the loop is what to tell
             sender.cancel()
-            # What dead workers left in a folder they shared goes with the next use of it.
-            cluster.run(_unusable, None, folder, on_error="ignore")
     if not summed:
         raise ArgumentError("there are no shots; give at least one")
     return total  # type: ignore[no-any-return]

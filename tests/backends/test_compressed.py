@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from faults import files_of
 
 from multistage.backends import (
     CascadeStore,
@@ -260,5 +261,5 @@ def test_leftovers_of_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
     store.open(Layout.of(np.zeros(3)))
     store.close()
     store.open(Layout.of(np.zeros(4)))
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(files_of(tmp_path)) == 1
     store.close()

@@ -336,7 +336,6 @@ ours.forward(STATE)
 if not (pid := os.fork()):
     {{"exit": sys.exit, "_exit": os._exit, "error": ours.reverse}}[{end!r}](0)
 os.waitpid(pid, 0)
-assert os.listdir(sys.argv[1])
 assert ours.reverse(np.ones_like(STATE)).tobytes() == plain()
 ours.close()
 assert not os.listdir(sys.argv[1])

@@ -83,7 +83,7 @@ SHARING = """
     tier = Tier("file", transfer_s, transfer_s)
     costs = Costs(1.0, 2.0, state_bytes=start.nbytes, tiers=(tier,))
     peak = writes = 0
-    for turn in range(12):  # each makes and removes a private folder beside the others'
+    for turn in range(12):  # each has a file beside the others'
         with Reversal(
             step, adjoint_step, n, memory=budget, costs=costs, planner=planner,
             tiers=FileStore(folder, engine, buffer_bytes=2 * start.nbytes),

@@ -62,47 +62,15 @@ def run_child(code: str, *arguments: object, **environment: str) -> Any:
 
 @pytest.mark.long(but="*-direct")
 @pytest.mark.parametrize("name", FILE_STORES)
-@pytest.mark.parametrize("damage", [*faults.DAMAGE, *faults.FOLDER_DAMAGE])
+@pytest.mark.parametrize("damage", faults.DAMAGE)
 def test_files_damaged_at_every_moment(quick: Path, name: str, damage: str) -> None:
     total = faults.Outcome()
     for outcome in faults.damage_cases(name, damage, quick):
         total += outcome
         assert list(quick.iterdir()) == []
     assert total.cases == total.exact >= 15
-    # What has no name cannot be taken away; root may read what it may not.
-    nameless = not name.startswith("aiofiles")
-    harmless = damage in ("folder deleted", "folder chmod 000", "file chmod 000", "file deleted")
-    if not harmless or (not nameless and damage.endswith("deleted")):
-        # Extents of four are few, and may be written after the damage or read before it.
-        least = 1 if name.endswith("coalesced") else 3
-        assert total.noticed >= least, "nobody noticed"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="others may not act for another user")
-def test_permissions_taken_from_a_user() -> None:
-    told = run_child(
-        """
-        total = faults.Outcome()
-        with tempfile.TemporaryDirectory() as name:
-            list(faults.damage_cases("aiofiles", "file chmod 000", Path(name)))  # imports
-            os.chmod(name, 0o1777)
-            pid = os.fork()
-            if not pid:
-                os.setgroups([])
-                os.setgid(54321)
-                os.setuid(54321)
-                for damage in ("file chmod 000", "folder chmod 000"):
-                    for outcome in faults.damage_cases("aiofiles", damage, Path(name)):
-                        total += outcome
-                print(json.dumps([total.cases, total.exact, total.noticed]), flush=True)
-                os._exit(0)
-            assert os.waitpid(pid, 0)[1] == 0
-            left = len(list(Path(name).iterdir()))
-            assert not left, left
-        """
-    )
-    assert told[0] == told[1] >= 40
-    assert told[2] >= 10
+    # Extents of four are few, and may be written after the damage or read before it.
+    assert total.noticed >= (1 if name.endswith("coalesced") else 3), "nobody noticed"
 
 
 # ------------------------------------------------------------------------ full disks
@@ -118,7 +86,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("no file system may be mounted here")
     try:
         yield folder
-        assert list(folder.glob(".multistage-*")) == []
+        assert list(folder.iterdir()) == []
     finally:
         subprocess.run(["umount", str(folder)], check=True)
 
@@ -186,26 +154,14 @@ def fill(path: Path) -> None:
 
 
 def test_files_that_may_not_grow() -> None:
-    """RLIMIT_FSIZE: less than the folder's marker is refused; from there to more than is needed."""
+    """RLIMIT_FSIZE: from nothing to more than is needed."""
     told = run_child(
         """
         import resource
         from multistage.backends import FileStore
-        from multistage.errors import StoreError
         plan, found = faults.SCHEDULES["overlapped"](faults.N), {}
-        with tempfile.TemporaryDirectory(dir=faults.quick_folder()) as name:
-            for limit in (0, 1):
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
-                try:
-                    FileStore(name).check()
-                except StoreError as error:
-                    assert "File too large" in str(error), error
-                else:
-                    raise AssertionError("not refused")
-            resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
-            assert os.listdir(name) == []
         for engine in faults.FILE_ENGINES:
-            for limit in (4096, 100_000, 479_999, 480_000, 486_400, 2_000_000, 50_000_000):
+            for limit in (0, 4096, 100_000, 479_999, 480_000, 486_400, 2_000_000, 50_000_000):
                 total = found.setdefault(engine, [0, 0, 0])
                 with tempfile.TemporaryDirectory(dir=faults.quick_folder()) as name:
                     store = FileStore(name, engine, buffer_bytes=0, queue_depth=4)
@@ -219,8 +175,8 @@ def test_files_that_may_not_grow() -> None:
         """
     )
     for engine, (cases, exact, noticed) in told.items():
-        assert cases == exact == 7, engine
-        assert 3 <= noticed <= 6, engine
+        assert cases == exact == 8, engine
+        assert 4 <= noticed <= 7, engine
 
 
 # ------------------------------------------------------- a system call that fails
@@ -241,7 +197,6 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SHIM = """
     import ctypes
     from multistage.backends import FileStore
-    from multistage.errors import StoreError
     shim = ctypes.CDLL(sys.argv[1])
     engine, chain, fault, what, code, on_writes, on_reads, lasting = json.loads(sys.argv[2])
     plan, total, hits = faults.SCHEDULES["overlapped"](faults.N), faults.Outcome(), 0
@@ -249,12 +204,7 @@ SHIM = """
         for at in range(1000):
             store = FileStore(name, engine, buffer_bytes=0, queue_depth=4)
             shim.shim_set(what, code, at, lasting, on_writes, on_reads)
-            try:
-                outcome = faults.run_case(store, plan, False, name=chain)
-            except StoreError:  # by `check`: a folder could not be marked as ours
-                assert not lasting and shim.shim_hits() and not os.listdir(name)
-                shim.shim_set(0, 0, 0, 0, 0, 0)
-                continue
+            outcome = faults.run_case(store, plan, False, name=chain)
             hit = shim.shim_hits()
             shim.shim_set(0, 0, 0, 0, 0, 0)
             if not hit:
@@ -286,9 +236,7 @@ def test_a_system_call_that_fails(shim: Path, engine: str, fault: str) -> None:
     lasting = int(fault.startswith("short"))  # from the call on: none must be lost
     case = [engine, "large", fault, what, code, on_writes, on_reads, lasting]
     cases, exact, noticed, hits = run_child(SHIM, shim, json.dumps(case), LD_PRELOAD=str(shim))
-    # A folder that cannot be marked as ours is refused by `open`, too: one write.
-    refused = int(on_writes and not harmless)
-    assert cases - refused == exact >= 3
+    assert cases == exact >= 3
     assert hits >= cases
     if harmless:
         assert noticed == 0, "what could have been completed was given up"
