@@ -3,7 +3,7 @@
 `MPIReversal` adds to a `Reversal` what several ranks have to agree on: once
 before the first step (arguments, slots, costs, the plan), once per sweep (the
 costs as they were seen), and, through `AgreedStore`, the fate of transfers.
-`interop.agreed` says how that is agreed and why nothing waits forever.
+`interop.ranks` says how that is agreed and why nothing waits forever.
 
 ======================================  ======================================
 what happens on one rank                what every rank sees
@@ -26,32 +26,265 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Generic, Literal, Self, TypeVar
 
 from ..backends.base import Store
+from ..backends.urls import open_store
+from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
 from ..errors import ArgumentError
+from ..measurement.chain import measure
+from ..measurement.driver import with_driver
+from ..measurement.seen import drifted
+from ..measurement.store import probe_store
 from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import Costs
+from ..model.stages import StageCosts
 from ..planners import Planner, UniformPlan
 from ..report import Report
-from ..reversing.arguments import Arguments, chain_of
+from ..reversing.arguments import Arguments
 from ..reversing.sweeps import Sweeps
 from ..states.layout import Array, Layout
 from ..states.slots import States
 from ..support.free_memory import default_budget_bytes
 from ..support.progress import is_shown
-from .agreed import AgreedStore as AgreedStore
-from .agreement import Agreement, facts_to_agree
+from .ranks import AgreedStore as AgreedStore
 from .ranks import Communicator as Communicator
 from .ranks import Ranks as Ranks
 from .ranks import slowest as slowest
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
+
+
+_PROBE_S = 1.0
+
+
+def _facts_to_agree(
+    checked_here: partial[Arguments[State, Adjoint]], on_error: str
+) -> dict[str, object]:
+    """Check the arguments of this rank; return what must be the same on every rank.
+
+    Raises
+    ------
+    ArgumentError, BudgetError, StoreError
+        If an argument breaks its rule on this rank.
+    """
+    words = checked_here.keywords
+    if on_error not in ("abort", "raise"):
+        raise ArgumentError(f"on_error={on_error!r} must be 'abort' or 'raise'")
+    if isinstance(words["costs"], StageCosts):
+        raise ArgumentError(
+            "costs=StageCosts(...) are those of unequal steps, and MPIReversal plans "
+            "uniform ones; give Costs, or leave them out to have them measured"
+        )
+    given = checked_here()
+    same = ("n_steps", "durable_every_s", "durable_label")
+    planner = words["planner"]  # what one of the user's own makes is compared later
+    return {name: words[name] for name in same} | {
+        "planner": planner if isinstance(planner, str) else "one of your own",
+        "on_error": on_error,
+        "having a tier": words["tiers"] is not None,
+        "having a durable folder": words["durable"] is not None,
+        "having costs": words["costs"] is not None,
+        "having a tape": not given.chain.state_is_tape,
+    }
+
+
+class Agreement(Generic[State, Adjoint]):
+    """The sweeps of one rank, made with what all ranks have agreed on.
+
+    Parameters
+    ----------
+    ranks : Ranks
+    given : partial
+        Checks this rank's arguments, and returns them.
+    durable : DurableRun, optional
+        This rank's part; its store is the tier.
+    progress : bool
+
+    Attributes
+    ----------
+    sweeps : Sweeps or None
+        None until all ranks have agreed.
+    plan : UniformPlan or None
+    costs : Costs or None
+        The slowest rank's times, this rank's bytes.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        given: partial[Arguments[State, Adjoint]],
+        durable: DurableRun | None,
+        progress: bool,
+    ) -> None:
+        self._ranks, self._given, self._durable, self._progress = ranks, given, durable, progress
+        tiers = given.keywords["tiers"]
+        own: Store | None = None if durable is None else durable.store
+        if tiers is not None:
+            own = open_store(tiers)
+        self.store = None if own is None else AgreedStore(own, ranks)
+        self._probed = own if durable is None else durable.probe
+        self.most = ranks.most
+        self._layout: Layout | None = None
+        self.sweeps: Sweeps[State, Adjoint] | None = None
+        self.costs: Costs | None = None
+        self.plan: UniformPlan | None = None
+
+    def prepared(
+        self, state: State, matches: Callable[[], None], call: str, *, sweeps: bool
+    ) -> Sweeps[State, Adjoint]:
+        """Return the sweeps to run, new ones if states or costs are others than before.
+
+        Parameters
+        ----------
+        matches : callable
+            Raises ArgumentError if the call does not go with this rank's arguments.
+        call : str
+            The method that every rank must have called.
+        sweeps : bool
+            Whether a sweep follows, whose first steps may show what a step takes.
+        """
+        ranks = self._ranks
+
+        def facts() -> tuple[dict[str, object], bool]:
+            matches()
+            states: States[State, Array, Layout] | None = self._given.keywords["states"]
+            layout = Layout.of(state) if states is None else states.layout(state)
+            last = self._layout
+            if last is None or not layout.same_as(last):
+                self._forget()
+                self._layout, self.costs = layout, None
+            arrays: dict[str, object] = {"the number of arrays in a state": len(layout.leaves)}
+            return arrays, self.sweeps is None or self.costs is None
+
+        found = ranks.gather(facts, call)
+        ranks.same([one for one, _ in found], "states have the same tree on every rank")
+        if any(changed for _, changed in found):
+            self._forget()
+            self.sweeps = self._planned(state, sweeps=sweeps)
+        assert self.sweeps is not None
+        return self.sweeps
+
+    def _forget(self) -> None:
+        """Drop the plan, and all that was made for it; a durable folder stays open."""
+        if self.sweeps is not None:
+            self.sweeps.let_go()
+        self.sweeps = self.plan = None
+
+    def _planned(self, state: State, *, sweeps: bool) -> Sweeps[State, Adjoint]:
+        """Agree on slots, costs and the plan.
+
+        Costs that are not known are measured, or shown by the first steps of the sweep that
+        follows; the ranks then agree on them, and the plan, in that sweep.
+        """
+        ranks, store, layout = self._ranks, self.store, self._layout
+        assert layout is not None
+        n_steps: int | None = self._given.keywords["n_steps"]
+        given: Costs | None = self._given.keywords["costs"]
+        budget = Budget.parse(self._given.keywords["memory"])
+        if self._durable is not None:
+            self._durable.attach(OrderedLayout.like(Layout.of(state)), n_steps, state)
+            if self.costs is None and given is None:
+                self.costs = self._durable.costs
+        buffers = 0 if store is None else store.buffer_bytes(layout)
+        slots = min(ranks.gather(lambda: budget.slots_for(layout.nbytes, buffers)))
+        # Where one rank's states are new, the costs of all are.
+        if not all(ranks.gather(lambda: self.costs is not None)):
+            self.costs = None
+            begun = self._durable is not None and self._durable.begun
+            if given is not None:
+                self.slowest(lambda: given)
+            elif not sweeps or begun:
+                self._measure(state, layout, n_steps or 10_000)
+        arguments = self._given(
+            memory=Budget(slots=slots),
+            tiers=store,
+            costs=self.costs,
+            durable=self._durable,
+            agreement=self,
+            probed=self._probed,
+        )
+        made = Sweeps(arguments, self._progress)
+        if n_steps is not None and self.costs is not None:
+            self.planned(partial(made.prepare, state))
+        return made
+
+    def _measure(self, state: State, layout: Layout, most: int) -> None:
+        """Measure costs: steps in step with the others, this rank's tier by itself."""
+        store = self._probed
+        share = _PROBE_S if store is None else 2 / 3 * _PROBE_S
+        costs = measure(
+            self._given().chain,
+            state,
+            most,
+            seconds=share,
+            states=self._given.keywords["states"],
+            agree=self.most,
+            progress=self._progress,
+        )
+
+        def mine() -> Costs:
+            if store is None:
+                return costs
+            left_s, sweep_s = _PROBE_S - share, most * costs.forward_step_s
+            tier = probe_store(store, layout, seconds=left_s, most=most, sweep_s=sweep_s)
+            return with_driver(replace(costs, tiers=(tier,)), layout)
+
+        self.slowest(mine)
+
+    def slowest(self, mine: Callable[[], Costs]) -> Costs:
+        """Return the costs that all ranks plan with, after those that each has seen."""
+        found = self._ranks.gather(mine if self.store else lambda: mine().without_tiers())
+        facts: list[dict[str, object]] = [
+            {"the tiers in costs": len(costs.tiers), "tape_step_s in costs": costs.state_is_tape}
+            for costs in found
+        ]
+        self._ranks.same(facts, "give every rank costs of the same kind")
+        self.costs = slowest(found, self._ranks.rank)
+        return self.costs
+
+    def planned(self, make: Callable[[], UniformPlan]) -> UniformPlan:
+        """Return the plan that `make` returns; raise on all ranks unless it is the same.
+
+        Equal costs make equal plans, unless the ranks' arithmetic differs.
+        """
+        made: list[UniformPlan] = []
+
+        def figures() -> dict[str, object]:
+            made.append(plan := make())
+            told = (plan.planner, plan.forward_steps, plan.makespan_s, plan.parameters)
+            return {"the plan": str(told)}
+
+        remedy = "run the same version of everything on every rank"
+        self._ranks.same(self._ranks.gather(figures), remedy)
+        self.plan = made[0]
+        return made[0]
+
+    def settle(self) -> None:
+        """Learn the fate of the last transfers, together with the other ranks."""
+        if self.store is not None and self.sweeps is not None:
+            self.store.settle()
+
+    def ended(self, plan: UniformPlan | None, seen: Costs) -> None:
+        """Note the plan of complete sweeps; plan again if the ranks have seen other costs."""
+        self.plan = plan
+        if self.store is not None:
+            self.store.settle()
+        if self._durable is not None:  # its folder is the run's
+            return
+        costs = self.costs
+        assert costs is not None and self.sweeps is not None
+        if drifted(costs, self.slowest(lambda: seen)):
+            self.sweeps.end(keep=False)
+            self.sweeps = None
+        else:
+            self.costs = costs
 
 
 class MPIReversal(Generic[State, Adjoint]):
@@ -161,6 +394,7 @@ class MPIReversal(Generic[State, Adjoint]):
             durable=durable,
             durable_every_s=durable_every_s,
             durable_label=durable_label,
+            checked=checked,
             states=states,
         )
         self._on_error = on_error
@@ -168,18 +402,9 @@ class MPIReversal(Generic[State, Adjoint]):
         self._durable: DurableRun | None = None
         if durable is not None:
             self._durable = DurableRun(durable, durable_every_s, durable_label, peers=ranks)
+        shown = ranks.rank == 0 and is_shown(progress)
         self._agreement: Agreement[State, Adjoint] = Agreement(
-            ranks,
-            chain_of(chain, adjoint_step, tape_step),
-            n_steps,
-            Budget.parse(memory),
-            tiers,
-            self._durable,
-            planner=planner,
-            costs=costs,
-            checked=checked,
-            progress=ranks.rank == 0 and is_shown(progress),
-            states=states,
+            ranks, checked_here, self._durable, shown
         )
         self._n_steps = n_steps
         self._ready = self._closed = False
@@ -189,7 +414,7 @@ class MPIReversal(Generic[State, Adjoint]):
     def _begin(self, checked_here: partial[Arguments[State, Adjoint]]) -> None:
         """See that the arguments are right on every rank, and alike."""
         ranks = self._ranks
-        facts = partial(facts_to_agree, checked_here, self._on_error)
+        facts = partial(_facts_to_agree, checked_here, self._on_error)
         try:
             ranks.same(ranks.gather(facts), "give every rank the same")
         except BaseException as error:

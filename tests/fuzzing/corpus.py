@@ -127,6 +127,9 @@ CORPUS: dict[str, Case] = {
         _IN_PLACE, play="durable", n=1, leaves=(Leaf("clongdouble", (2, 3)),) * 2
     ),
     "never closed": replace(_TWO, play="dropped", tiers=("memory:?buffers=0",)),
+    "a lossy tier of the drop-in": replace(
+        _IN_PLACE, seed=1, play="pyrevolve", revolver="memory", n=20, slots=4, tiers=("lossy",)
+    ),
     "keys of dicts that change their order": replace(
         _TWO, tree="nested", turns=True, tiers=("memory:?buffers=0",)
     ),

@@ -20,8 +20,7 @@ from multistage.backends.base import CheckpointLost, StoreStats
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, BudgetError, MultistageError, StoreError
 from multistage.execute.executor import Executor
-from multistage.interop.agreed import AgreedStore
-from multistage.interop.ranks import Ranks
+from multistage.interop.ranks import AgreedStore, Ranks
 from multistage.model.chain import FunctionChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier

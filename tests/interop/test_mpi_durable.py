@@ -22,7 +22,7 @@ from multistage.cli import main
 from multistage.durable.agreement import Found, Pace, agree
 from multistage.durable.status import inspect
 from multistage.errors import ArgumentError, CheckpointWarning, StoreError
-from multistage.interop import agreement
+from multistage.interop import mpi
 from multistage.interop.mpi import MPIReversal
 from multistage.measurement import store
 from multistage.model.costs import Costs
@@ -131,7 +131,7 @@ def test_costs_of_the_first_sweep_are_kept(tmp_path: Path, monkeypatch: pytest.M
         probed.append(tier.write_s)
         return tier
 
-    for module in (agreement, uniform):
+    for module in (mpi, uniform):
         monkeypatch.setattr(module, "probe_store", probe)
     broken_off(2, folder, back=20, costs=None)
     assert len(probed) == 2

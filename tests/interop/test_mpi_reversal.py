@@ -19,7 +19,7 @@ from mpi_wave import Wave, store_all, whole
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, BudgetError, StateError, StoreError
-from multistage.interop import agreement
+from multistage.interop import mpi
 from multistage.interop.mpi import MPIReversal, slowest
 from multistage.measurement import chain, driver, store
 from multistage.model.chain import FunctionChain
@@ -187,7 +187,7 @@ def test_costs_are_corrected_alike_on_every_rank(
 
     if given is None:  # the first sweep's costs are no one's
         monkeypatch.setattr(first_sweep, "_typical", lambda samples: 1e-9)
-        monkeypatch.setattr(agreement, "drifted", lambda old, new: old.forward_step_s == 1e-9)
+        monkeypatch.setattr(mpi, "drifted", lambda old, new: old.forward_step_s == 1e-9)
     found = succeed(run_ranks(3, work))
     (first, learned), (second, _) = found[0][1], found[0][3]
     assert first == (3600 if given else 1e-9)
@@ -225,7 +225,7 @@ def test_all_ranks_plan_again_if_states_change_on_one(
                 plans.append(run.plan.slots)
         return plans
 
-    monkeypatch.setattr(agreement, "drifted", lambda old, new: False)
+    monkeypatch.setattr(mpi, "drifted", lambda old, new: False)
     # 80 and 88 bytes take 128 with padding on every rank but the first.
     assert succeed(run_ranks(2, work)) == [[8, 8], [8, 8]]
 
@@ -432,7 +432,7 @@ def test_plans_that_differ_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         with reversal as run:
             run.forward(wave.start)
 
-    monkeypatch.setattr(agreement, "slowest", lambda costs, rank: Costs(1.0 + rank, 1.0))
+    monkeypatch.setattr(mpi, "slowest", lambda costs, rank: Costs(1.0 + rank, 1.0))
     for error in errors(2, work):
         assert type(error) is ArgumentError
         assert "ranks disagree on the plan" in str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import subprocess
 import sys
 import threading
@@ -14,12 +15,10 @@ import numpy as np
 import pytest
 from leaks import native_threads
 
-from multistage.backends import FileStore, MemoryStore
-from multistage.backends.testing import FaultyStore
+from multistage.backends import codecs
 from multistage.errors import (
     ArgumentError,
     BudgetError,
-    CheckpointWarning,
     StateError,
     StoreError,
 )
@@ -120,6 +119,25 @@ def levels(problem: Problem, folder: Path) -> list[Any]:
     ]
 
 
+class Own(storage.Storage):
+    """A storage of the user's own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.kept: dict[int, list[Any]] = {}
+        self.saved = self.loaded = 0
+
+    def save(self, key: int, data_pointers: Any) -> None:
+        assert 0 <= key < self.n_ckp
+        self.kept[key] = [array.copy() for array in data_pointers]
+        self.saved += 1
+
+    def load(self, key: int, locations: Any) -> None:
+        for target, array in zip(locations, self.kept[key], strict=True):
+            target[:] = array
+        self.loaded += 1
+
+
 MAKERS: dict[str, Callable[[Problem, Path], Any]] = {
     "memory": lambda p, f: ours.Revolver(*p.operators(), 5, NT),
     "adjusted": lambda p, f: ours.Revolver(*p.operators(), None, NT),
@@ -132,6 +150,21 @@ MAKERS: dict[str, Callable[[Problem, Path], Any]] = {
     "levels": lambda p, f: ours.MultiLevelRevolver(*p.operators(), NT, levels(p, f)),
     "disk first": lambda p, f: ours.MultiLevelRevolver(
         *p.operators(), NT, [storage.DiskStorage(p.size, 6, p.dtype, filedir=str(f), wd=1, rd=1)]
+    ),
+    "storages of the user's own": lambda p, f: ours.MultiLevelRevolver(
+        *p.operators(),
+        NT,
+        [Own(p.size, 3, p.dtype, wd=0.5, rd=0.5), Own(p.size, 20, p.dtype, wd=2, rd=2)],
+    ),
+    "compressed first": lambda p, f: ours.MultiLevelRevolver(
+        *p.operators(),
+        NT,
+        [
+            storage.BytesStorage(
+                p.nbytes, 3, p.dtype, compression.init_compression({"scheme": None}), wd=1, rd=1
+            ),
+            *levels(p, f)[2:],
+        ],
     ),
     "numpy with costs": lambda p, f: ours.MultiLevelRevolver(
         *p.operators(), NT, [storage.NumpyStorage(p.size, 6, p.dtype, wd=1, rd=1)], uf=2, ub=3
@@ -176,16 +209,6 @@ def test_the_number_of_forward_steps_is_that_of_revolve() -> None:
     # One more right before each adjoint step.
     assert problem.forward_steps == nu(NT, 5) + NT
     assert revolver.plan.forward_steps == nu(NT, 5) + 1
-
-
-@pytest.mark.parametrize("scheme", ["blosc", "auto"])
-def test_costs_of_a_compressed_tier_are_measured(scheme: str) -> None:
-    pytest.importorskip("blosc2")
-    problem = Problem()
-    tiers = f"memory:?compress={scheme}&buffers=0"
-    with ours.Revolver(*problem.operators(), None, NT, memory="4 slots", tiers=tiers) as revolver:
-        assert np.array_equal(problem.gradient(revolver)[0], EXACT[0])
-        assert revolver.report().seen.tiers
 
 
 @pytest.mark.parametrize("tiers", ["memory:", "file"])
@@ -275,15 +298,6 @@ def test_an_error_in_the_first_steps_leaves_them_unmeasured() -> None:
         assert revolver.plan.costs.forward_step_s != GUESSED_STEP_S
 
 
-def test_the_planner_is_chosen() -> None:
-    problem = Problem()
-    with ours.Revolver(
-        *problem.operators(), 4, NT, planner="revolve", costs=Costs(1.0, 1.0, tape_step_s=1.0)
-    ) as revolver:
-        assert np.array_equal(problem.gradient(revolver), EXACT)
-        assert revolver.plan.planner == "revolve"
-
-
 def test_levels_follow_their_costs(tmp_path: Path) -> None:
     problem = Problem()
     dear, cheap = levels(problem, tmp_path), levels(problem, tmp_path)
@@ -308,25 +322,6 @@ def test_uf_and_ub_are_heeded(tmp_path: Path) -> None:
         assert slow.plan.makespan_s == plain.plan.makespan_s + 4 * NT
         # Where a step costs ten transfers more states are kept.
         assert long.plan.forward_steps < plain.plan.forward_steps
-
-
-class Own(storage.Storage):
-    """A storage of the user's own."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.kept: dict[int, list[Any]] = {}
-        self.saved = self.loaded = 0
-
-    def save(self, key: int, data_pointers: Any) -> None:
-        assert 0 <= key < self.n_ckp
-        self.kept[key] = [array.copy() for array in data_pointers]
-        self.saved += 1
-
-    def load(self, key: int, locations: Any) -> None:
-        for target, array in zip(locations, self.kept[key], strict=True):
-            target[:] = array
-        self.loaded += 1
 
 
 def test_a_storage_of_the_users_own() -> None:
@@ -388,20 +383,6 @@ def test_compressed_arrays_come_back(scheme: str, dtype: Any) -> None:
         assert np.allclose(back, field, atol=1e-6)
 
 
-def test_a_compressed_storage_by_itself() -> None:
-    store = storage.BytesStorage(56, 3, np.float64, compression.init_compression({"scheme": None}))
-    store.save(1, [np.arange(3.0), np.full((2, 2), 5.0)])
-    first, second = np.zeros(3), np.zeros((2, 2))
-    store.load(1, [first, second])
-    assert first.tolist() == [0, 1, 2] and (second == 5).all()
-    with pytest.raises(StateError, match="array 0"):
-        store.load(1, [np.zeros(4), second])
-    with pytest.raises(ArgumentError, match="key 3"):
-        store.save(3, [first, second])
-    with pytest.raises(StoreError, match="nothing under key 2"):
-        store.load(2, [first, second])
-
-
 def test_the_default_number_of_checkpoints_is_that_of_pyrevolve() -> None:
     assert [ours.adjust(n) for n in (1, 2, 3, 6, 7, 20, 21, 70, 71)] == [1, 1, 2, 2, 3, 3, 4, 4, 5]
     with pytest.raises(ArgumentError):
@@ -412,46 +393,6 @@ def test_the_default_number_of_checkpoints_is_that_of_pyrevolve() -> None:
 
 
 # ------------------------------------------------------------------- faults
-
-
-@pytest.mark.parametrize("where", ["write", "read"])
-def test_lost_checkpoints_cost_time_only(where: str) -> None:
-    problem = Problem()
-    faults: dict[str, Any] = {f"lose_{where}": lambda number: number % 3 == 0}
-    costs = Costs(1.0, 1.0, tape_step_s=1.0, tiers=(Tier("t", 2.0, 2.0),))
-    with (
-        ours.Revolver(
-            *problem.operators(),
-            None,
-            NT,
-            memory="4 slots",
-            tiers=FaultyStore(MemoryStore(), **faults),
-            costs=costs,
-        ) as revolver,
-        pytest.warns(CheckpointWarning),
-    ):
-        assert np.array_equal(problem.gradient(revolver), EXACT)
-
-
-def test_a_full_disk_loses_no_checkpoint(tmp_path: Path) -> None:
-    problem = Problem(width=100_000)
-    _, exact = store_all(20, width=100_000)
-    tier = FileStore(tmp_path, capacity_bytes=4 << 20)  # two states
-    costs = Costs(1.0, 1.0, tape_step_s=1.0, tiers=(Tier("t", 0.1, 0.1),))
-    with (
-        ours.Revolver(
-            *problem.operators(),
-            None,
-            20,
-            memory="3 slots",
-            tiers=tier,
-            planner="disk-revolve",
-            costs=costs,
-        ) as revolver,
-        pytest.warns(CheckpointWarning, match="capacity of 4194304 bytes is used|no room"),
-    ):
-        assert np.array_equal(problem.gradient(revolver), exact)
-        assert revolver.report().counts.refused > 0
 
 
 def test_an_operator_that_raises_can_be_run_again(tmp_path: Path) -> None:
@@ -496,37 +437,71 @@ def test_nothing_is_left_of_a_forgotten_revolver(tmp_path: Path) -> None:
 # ------------------------------------------------------------------- bad input
 
 
-def test_bad_arguments() -> None:
+def _plain(*counts: Any, **options: Any) -> Callable[[Any], object]:
+    return lambda three: ours.MemoryRevolver(*three, *counts, **options)
+
+
+def _levels(*given: Any, **options: Any) -> Callable[[Any], object]:
+    return lambda three: ours.MultiLevelRevolver(*three, NT, *given, **options)
+
+
+def _storage(size: int = 2, **options: float) -> list[storage.Storage]:
+    return [storage.NumpyStorage(1, size, "f8", **options)]
+
+
+def _scheme(**params: Any) -> Callable[[Any], object]:
+    def call(three: Any) -> object:
+        pytest.importorskip(codecs.PACKAGES.get(params.get("scheme"), "numpy"))
+        return ours.MemoryRevolver(*three, 5, NT, compression_params=params)
+
+    return call
+
+
+class Saving(ours.MemoryRevolver):
+    def save_checkpoint(self, st_idx: int = 0) -> None:
+        """Never called."""
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        *((_plain(5, wrong), "n_steps|steps") for wrong in (0, -1, None, 2.5)),
+        *((_plain(wrong, NT), "n_checkpoints=") for wrong in ("5", 2.5, True, -1, 0)),
+        (lambda three: ours.Revolver(*three[:2], None, 5, NT), r"rev_operator=.* apply"),
+        (lambda three: Saving(*three, 3, 9), "save_checkpoint, which is never called"),
+        (_plain(5, NT, planner="best"), "planner 'best'"),
+        (_plain(5, NT, memory="9 slots"), "n_checkpoints=5 and memory='9 slots'"),
+        (
+            lambda three: ours.DiskRevolver(*three, None, 9, filedir="there", tiers="memory:"),
+            r"filedir=.*tiers='memory:'",
+        ),
+        (
+            lambda three: ours.SingleLevelRevolver(
+                *three, 5, NT, compression_params={"scheme": "blosc"}, diskstorage=True
+            ),
+            "memory alone",
+        ),
+        (_scheme(scheme="snappy"), "'snappy' is not known"),
+        (_scheme(schema="blosc"), r"no parameters \['schema'\]"),
+        (_scheme(scheme="blosc", chunksize=1), r"no parameters \['chunksize'\]"),
+        (_scheme(scheme="zfp", tolerence=1), r"no parameters \['tolerence'\]"),
+        (_scheme(scheme="zfp", tolerance=1, rate=8), "exclude each other"),
+        (_scheme(scheme=None, tolerance=1), "it has none"),
+        (_scheme(scheme="custom"), "needs a compressor and a decompressor"),
+        (_levels(None), "storage_list"),
+        (_levels([]), "storage_list"),
+        (_levels(_storage(), uf=0), "uf=0"),
+        (_levels(_storage(0)), "level 0 has size 0, wd=0.0"),
+        (_levels(_storage(wd=-1.0)), "level 0 has size 2, wd=-1.0"),
+        (_levels(_storage(wd=float("nan"))), "level 0 has size 2, wd=nan"),
+        (lambda three: storage.DiskStorage(1, 2, "f8", keepfiles=True), "keepfiles"),
+        (lambda three: _plain(None, NT, memory=8)(three).apply_forward(), "needed for one state"),
+    ],
+)
+def test_bad_arguments(call: Callable[[Any], object], message: str) -> None:
     problem = Problem()
-    three = problem.operators()
-    for wrong in (0, -1, None, 2.5):
-        with pytest.raises(ArgumentError):
-            ours.Revolver(*three, 5, wrong)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="n_checkpoints=0"):
-        ours.Revolver(*three, 0, NT)
-    with pytest.raises(ArgumentError, match=r"rev_operator=.* apply"):
-        ours.Revolver(three[0], three[1], None, 5, NT)
-    with pytest.raises(ArgumentError, match="planner 'best'"):
-        ours.Revolver(*three, 5, NT, planner="best")
-    with pytest.raises(ArgumentError, match="memory alone"):
-        ours.SingleLevelRevolver(
-            *three, 5, NT, compression_params={"scheme": "blosc"}, diskstorage=True
-        )
-    with pytest.raises(ArgumentError, match="'snappy' is not known"):
-        ours.Revolver(*three, 5, NT, compression_params={"scheme": "snappy"})
-    with pytest.raises(ArgumentError, match="storage_list"):
-        ours.MultiLevelRevolver(*three, NT, None)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="uf=0"):
-        ours.MultiLevelRevolver(*three, NT, [storage.NumpyStorage(1, 2, "f8")], uf=0)
-    with pytest.raises(ArgumentError, match="storage_list"):
-        ours.MultiLevelRevolver(*three, NT, [])
-    for size, cost in ((0, 1.0), (2, -1.0), (2, float("nan"))):
-        with pytest.raises(ArgumentError, match=f"level 0 has size {size}, wd={cost}"):
-            ours.MultiLevelRevolver(*three, NT, [storage.NumpyStorage(1, size, "f8", wd=cost)])
-    with pytest.raises(ArgumentError, match="keepfiles"):
-        storage.DiskStorage(1, 2, "f8", keepfiles=True)
-    with pytest.raises(BudgetError):
-        ours.Revolver(*three, None, NT, memory=8).apply_forward()
+    with pytest.raises(ArgumentError, match=message):
+        call(problem.operators())
     assert problem.forward_steps == 0
 
 
@@ -566,6 +541,147 @@ def test_arrays_that_change_are_named() -> None:
     problem.get_data = lambda t: [[0.0]]  # type: ignore[method-assign]
     with pytest.raises(StateError, match="array 0 of get_data\\(0\\) is list"):
         ours.Revolver(*problem.operators(), 5, NT).apply_forward()
+
+
+# ------------------------------------------------------ beside pyrevolve itself
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs, at import
+@pytest.mark.parametrize(
+    "name",
+    ["Revolver", "MemoryRevolver", "DiskRevolver", "SingleLevelRevolver", "MultiLevelRevolver"],
+)
+def test_parameters_come_in_the_same_order(name: str) -> None:
+    peer = pytest.importorskip("pyrevolve")
+    theirs = list(inspect.signature(getattr(peer, name)).parameters)
+    here = list(inspect.signature(getattr(ours, name)).parameters)
+    assert here[: len(theirs)] == theirs
+
+
+# Each call as pyrevolve documents it: by position, by name, with every option.
+CALLS: dict[str, Callable[[Any, Any, int, Any, str], Any]] = {
+    "positional": lambda p, o, n, s, f: p.Revolver(*o, s, n),
+    "all positional": lambda p, o, n, s, f: p.Revolver(*o, s, n, None, None, None),
+    "by name": lambda p, o, n, s, f: p.MemoryRevolver(
+        checkpoint=o[0],
+        fwd_operator=o[1],
+        rev_operator=o[2],
+        n_checkpoints=s,
+        n_timesteps=n,
+        timings=None,
+        profiler=p.Profiler(),
+        compression_params={"scheme": None},
+    ),
+    "single level": lambda p, o, n, s, f: p.SingleLevelRevolver(
+        *o, n_checkpoints=s, n_timesteps=n, diskstorage=False
+    ),
+    "disk": lambda p, o, n, s, f: p.DiskRevolver(*o, s, n, filedir=f),
+    "disk, many files": lambda p, o, n, s, f: p.SingleLevelRevolver(
+        *o, s, n, diskstorage=True, filedir=f, singlefile=False
+    ),
+    "levels": lambda p, o, n, s, f: p.MultiLevelRevolver(
+        *o,
+        n,
+        storage_list=[
+            p.NumpyStorage(o[0].size, s or 2, o[0].dtype, profiler=p.Profiler()),
+            p.DiskStorage(o[0].size, n, o[0].dtype, profiler=p.Profiler(), filedir=f, wd=1, rd=1),
+        ],
+        uf=1,
+        ub=2,
+        up=1,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs, at import
+@pytest.mark.parametrize("call", CALLS)
+def test_gradients_are_those_of_pyrevolve(call: str, tmp_path: Path) -> None:
+    peer, folder = pytest.importorskip("pyrevolve"), f"{tmp_path}/"
+    for n in [*range(1, 22), 33, 40]:
+        last, exact = store_all(n, width=8)
+        for slots in {None, 1, 2, 5, n + 3} if n in (1, 2, 3, 20, 40) else {None, 1 + n % 7}:
+            problem = Problem(width=8)
+            revolver = CALLS[call](ours, problem.operators(), n, slots, folder)
+            revolver.apply_forward()
+            assert np.array_equal(problem.u, last)
+            revolver.apply_reverse()
+            assert np.array_equal(problem.v, exact)
+            if n > 1:  # pyrevolve ends in a segmentation fault
+                beside = Problem(width=8)
+                theirs = CALLS[call](peer, beside.operators(), n, slots, folder)
+                theirs.apply_forward()
+                theirs.apply_reverse()
+                assert np.array_equal(problem.v, beside.v), (n, slots)
+
+
+@pytest.mark.parametrize("memory", ["1 slots", "5 slots", "40 slots", 64 * 1024])
+def test_gradients_within_a_memory(memory: str | int) -> None:
+    for n in range(1, 41):
+        problem = Problem(width=8)
+        with ours.MemoryRevolver(*problem.operators(), None, n, memory=memory) as revolver:
+            assert np.array_equal(problem.gradient(revolver), store_all(n, width=8)[1]), n
+
+
+def test_their_own_example() -> None:
+    """As examples/use_modernised.py: arrays are bound again, and wider than is said."""
+
+    class Symbol:
+        def __init__(self, size: int) -> None:
+            self.data = np.zeros(size)
+
+    u, m, v = Symbol(4), Symbol(4), Symbol(1)
+    m.data = np.full(4, 0.1)
+
+    class Forward(ours.Operator):
+        def apply(self, t_start: int, t_end: int) -> None:  # type: ignore[override]
+            for _ in range(t_start, t_end):
+                u.data = u.data + m.data
+
+    class Backward(ours.Operator):
+        def apply(self, t_start: int, t_end: int) -> None:  # type: ignore[override]
+            v.data = v.data + u.data * m.data
+
+    class Symbols(ours.Checkpoint):
+        dtype, size = np.float32, 8  # type: ignore[assignment]
+
+        def get_data(self, timestep: int) -> Any:
+            return [u.data, m.data]
+
+        get_data_location = get_data
+
+    revolver = ours.Revolver(Symbols(), Forward(), Backward(), None, 30)
+    revolver.apply_forward()
+    assert np.allclose(u.data, 3.0)
+    revolver.apply_reverse()
+    exact = np.zeros(4)
+    for t in reversed(range(30)):
+        x = np.zeros(4)
+        for _ in range(t + 1):
+            x = x + m.data
+        exact = exact + x * m.data
+    assert np.array_equal(v.data, exact)
+
+
+def test_the_budget_error_names_the_state_and_the_buffers(tmp_path: Path) -> None:
+    def refused(memory: int) -> str:
+        problem = Problem()
+        with (
+            ours.Revolver(
+                *problem.operators(), None, 60, memory=memory, tiers=f"file://{tmp_path}"
+            ) as revolver,
+            pytest.raises(BudgetError) as caught,
+        ):
+            revolver.apply_forward()
+        assert problem.forward_steps == 0
+        return str(caught.value)
+
+    assert refused(100).endswith("I/O buffers; raise the budget")
+    assert "the state alone would fit: make the buffers smaller" in refused(5000)
+    problem = Problem()
+    with ours.Revolver(  # as the message says
+        *problem.operators(), None, 60, memory="3 slots", tiers=f"file://{tmp_path}?buffers=1MiB"
+    ) as revolver:
+        assert np.array_equal(problem.gradient(revolver), store_all()[1])
 
 
 # ------------------------------------------------------------------- install

@@ -35,6 +35,10 @@ interop/test_agreed.py
 +         pass
 
 interop/test_pyrevolve.py
--         self._slots = TRANSIT if on_disk else n_checkpoints
+-         self._slots = TRANSIT if diskstorage else n_checkpoints
 +         self._slots = n_checkpoints
+
+interop/test_pyrevolve.py
+-             levels = (Level(1), *levels)
++             pass
 """)

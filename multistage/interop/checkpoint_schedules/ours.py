@@ -9,7 +9,6 @@ to the next `Forward` only, so that an entry is fetched there right before the
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ...actions import (
     Action,
     Advance,
-    Await,
     Drop,
     EndForward,
     Free,
@@ -72,7 +70,7 @@ class Checkpoint:
 class Survey:
     """What a run of a plan's schedule in virtual time has shown."""
 
-    accepted: list[bool] = field(default_factory=list)  # of the offers, in order
+    run: list[Event] = field(default_factory=list)
     # In the order in which they were made.
     checkpoints: list[Checkpoint] = field(default_factory=lambda: [Checkpoint()])
     kept: list[bool] = field(default_factory=list)  # tapes in order: does it outlive a Forward
@@ -81,6 +79,12 @@ class Survey:
     def restarts(self) -> bool:
         """Whether any step is run again."""
         return any(each.restarts for each in self.checkpoints)
+
+    def events(self) -> Iterator[Event]:
+        """Yield what the schedule did, without the storing of what nothing restarts from."""
+        for event in (Stored(0, 0), *self.run):
+            if not isinstance(event, Stored) or self.checkpoints[event.number].restarts:
+                yield event
 
 
 _SLOT = -1  # in place of a tier's number
@@ -99,7 +103,6 @@ class Follower:
         self.live: int | None = 0
         self.loaded: Restart | None = None  # not yet run from
         self.made = 1
-        self.tokens = 0
 
     def follow(self, action: Action, taken: bool) -> Iterator[Event]:
         """Yield what an action does; `taken` says whether an offer was."""
@@ -108,10 +111,8 @@ class Follower:
                 yield from self._store(step, _SLOT)
             case Put(step, tier) | Offer(step, tier):
                 if taken:
-                    self.tokens += 1
                     yield from self._store(step, tier)
             case Get(step):
-                self.tokens += 1
                 self.copies[step].add(_SLOT)
                 self.read.add(self.numbers[step])
             case Load(step):
@@ -172,9 +173,8 @@ def survey(plan: UniformPlan) -> Survey:
         for action, send in drive(plan.schedule()):
             answer = yield action
             send(answer)
-            if isinstance(action, Offer):
-                seen.accepted.append(answer is not None)
             for event in follower.follow(action, answer is not None):
+                seen.run.append(event)
                 match event:
                     case Stored():
                         seen.checkpoints.append(Checkpoint())
@@ -185,33 +185,11 @@ def survey(plan: UniformPlan) -> Survey:
                         pass
 
     simulate(watched(), plan.n_steps, plan.costs, plan.slots, checked=False)
-    _mark_kept(plan, seen)
+    _mark_kept(seen)
     return seen
 
 
-def events(plan: UniformPlan, seen: Survey) -> Iterator[Event]:
-    """Yield what a plan's schedule does, in the run that was surveyed.
-
-    `Stored` is left out where nothing restarts from that checkpoint.
-    """
-    follower, accepted = Follower(), deque(seen.accepted)
-    if seen.checkpoints[0].restarts:
-        yield Stored(0, 0)
-    for action, send in drive(plan.schedule()):
-        taken = not isinstance(action, Offer) or accepted.popleft()
-        match action:
-            case Put() | Get() | Offer():
-                send(follower.tokens if taken else None)
-            case Await():
-                send(True)
-            case _:
-                pass
-        for event in follower.follow(action, taken):
-            if not isinstance(event, Stored) or seen.checkpoints[event.number].restarts:
-                yield event
-
-
-def _mark_kept(plan: UniformPlan, seen: Survey) -> None:
+def _mark_kept(seen: Survey) -> None:
     """Find the tapes that outlive a `Forward`.
 
     Steps taped one after the other are one Forward, and what of them is
@@ -227,7 +205,7 @@ def _mark_kept(plan: UniformPlan, seen: Survey) -> None:
             seen.kept[index] = True
         run.clear()
 
-    for event in events(plan, seen):
+    for event in seen.events():
         if gone and isinstance(event, Advance | Tape):
             raise _untold(f"{event} runs on from a state older than the adjoint step before it")
         match event:
@@ -379,7 +357,7 @@ def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> CheckpointSch
                 )
 
         def _iterator(self) -> Iterator[Any]:
-            for action in _Writer(plan, seen).actions():
+            for action in _Writer(seen).actions():
                 if isinstance(action, their.Forward):
                     self._n = action.n1
                 elif isinstance(action, their.Reverse):
@@ -425,8 +403,7 @@ def _asked_by_pyadjoint() -> bool:
 class _Writer:
     """Says in their actions what a plan's schedule does."""
 
-    def __init__(self, plan: UniformPlan, seen: Survey) -> None:
-        self.plan = plan
+    def __init__(self, seen: Survey) -> None:
         self.seen = seen
         self.their = theirs()
         self.left = [each.restarts for each in seen.checkpoints]
@@ -439,7 +416,7 @@ class _Writer:
         entries: set[int] = set()  # steps whose tape is in RAM
         work = range(0)  # steps whose tapes are in working memory
         stored: int | None = None  # checkpoint to be written by the Forward that comes
-        for event in events(self.plan, self.seen):
+        for event in self.seen.events():
             match event:
                 case Stored(_, number):
                     stored = number

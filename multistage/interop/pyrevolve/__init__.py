@@ -49,12 +49,12 @@ from .compression import init_compression as init_compression
 from .operators import Checkpoint as Checkpoint
 from .operators import Operator as Operator
 from .operators import Profiler as Profiler
-from .planners import adjust as adjust
 from .revolvers import DiskRevolver as DiskRevolver
 from .revolvers import MemoryRevolver as MemoryRevolver
 from .revolvers import MultiLevelRevolver as MultiLevelRevolver
 from .revolvers import Revolver as Revolver
 from .revolvers import SingleLevelRevolver as SingleLevelRevolver
+from .revolvers import adjust as adjust
 from .storage import BytesStorage as BytesStorage
 from .storage import DiskStorage as DiskStorage
 from .storage import NumpyStorage as NumpyStorage

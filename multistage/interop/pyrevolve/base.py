@@ -23,10 +23,10 @@ from ...reversal import Reversal
 from ..mpi import MPIReversal
 from ..ranks import Communicator, Ranks
 from .operators import (
-    CheckpointLike,
+    Checkpoint,
     Compression,
+    Operator,
     OperatorChain,
-    OperatorLike,
     OperatorStates,
     Profiler,
     devito_checkpoint,
@@ -95,9 +95,9 @@ class BaseRevolver:
 
     def __init__(
         self,
-        checkpoint: CheckpointLike,
-        fwd_operator: OperatorLike,
-        rev_operator: OperatorLike,
+        checkpoint: Checkpoint,
+        fwd_operator: Operator,
+        rev_operator: Operator,
         n_checkpoints: int | None,
         n_timesteps: int,
         timings: object = None,
@@ -124,9 +124,7 @@ class BaseRevolver:
         self._chain = OperatorChain(fwd_operator, rev_operator)
         self._states: OperatorStates | None = None
         self._comm = defaults.comm if comm is None else comm
-        self._reversal: (
-            Reversal[CheckpointLike, None] | MPIReversal[CheckpointLike, None] | None
-        ) = None
+        self._reversal: Reversal[Checkpoint, None] | MPIReversal[Checkpoint, None] | None = None
         self._assumed: Planner | None = None  # plans on costs that were not measured
         self._costs: Costs | None = None
         self._closer: Callable[[], object] | None = None
@@ -269,7 +267,7 @@ class BaseRevolver:
 
     def _ready(
         self,
-    ) -> Reversal[CheckpointLike, None] | MPIReversal[CheckpointLike, None]:
+    ) -> Reversal[Checkpoint, None] | MPIReversal[Checkpoint, None]:
         assert self._reversal is not None
         if self._closer is not None and not getattr(self._closer, "alive", True):
             self._finalize()

@@ -8,6 +8,7 @@ then the gradient is no longer exact.  Both are extras:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -23,46 +24,32 @@ if TYPE_CHECKING:
 
 Params = Mapping[str, object]
 
-DEFAULTS: dict[str | None, dict[str, object]] = {
+_LOSSES = ("tolerance", "rate", "precision")  # of zfp, which exclude each other
+# What each scheme knows, with its value if none is given; `parallel` is speed alone.
+_KNOWN: dict[str | None, dict[str, object]] = {
     None: {},
     "blosc": {"chunk_size": 1 << 30},
-    "zfp": {"tolerance": 1e-7},
-}
-_LOSSES = ("tolerance", "rate", "precision")
-# `parallel` is speed alone; what is compressed to is the same.
-_KNOWN: dict[str | None, set[str]] = {
-    None: set(),
-    "blosc": {"chunk_size"},
-    "zfp": {*_LOSSES, "parallel"},
+    "zfp": {"tolerance": 1e-7, "rate": None, "precision": None, "parallel": None},
 }
 
 
+@dataclass(frozen=True, slots=True)
 class CompressedObject:
     """Compressed bytes, and the shape and dtype they are of.
 
     Attributes
     ----------
     data : bytes-like
-    metadata : dict
-        At least `shape` and `dtype`.
+    shape : tuple of int
+    dtype : dtype
+    chunks : tuple of int
+        The bytes of each part that was compressed by itself.
     """
 
-    def __init__(
-        self,
-        data: codecs.Packed,
-        shape: tuple[int, ...] | None = None,
-        dtype: DTypeLike | None = None,
-        metadata: dict[str, object] | None = None,
-    ) -> None:
-        if metadata is None:
-            metadata = {"shape": shape, "dtype": dtype}
-        elif shape is not None or dtype is not None:
-            raise ArgumentError("give shape and dtype, or metadata that holds them, not both")
-        self.data = data
-        values: Any = metadata
-        self.metadata: dict[str, Any] = values
-        self.shape: tuple[int, ...] = values["shape"]
-        self.dtype: DTypeLike = values["dtype"]
+    data: codecs.Packed
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    chunks: tuple[int, ...] = ()
 
 
 def no_compression_in(params: Params, array: Array) -> CompressedObject:
@@ -80,14 +67,13 @@ def blosc_compress(params: Params, array: Array) -> CompressedObject:
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     chunk_bytes: Any = params["chunk_size"]
     chunks = codecs.blosc(raw, array.dtype.itemsize, int(chunk_bytes))
-    lengths = [len(chunk) for chunk in chunks]
-    metadata = {"shape": array.shape, "dtype": array.dtype, "chunks": lengths}
-    return CompressedObject(b"".join(chunks), metadata=metadata)
+    lengths = tuple(len(chunk) for chunk in chunks)
+    return CompressedObject(b"".join(chunks), array.shape, array.dtype, lengths)
 
 
 def blosc_decompress(params: Params, compressed: CompressedObject) -> Array:
     """Return the array that Blosc compressed."""
-    ends = np.cumsum([0, *compressed.metadata["chunks"]]).tolist()
+    ends = np.cumsum([0, *compressed.chunks]).tolist()
     chunks = (compressed.data[start:stop] for start, stop in pairwise(ends))
     return np.frombuffer(codecs.unblosc(chunks), compressed.dtype).reshape(compressed.shape)
 
@@ -113,7 +99,6 @@ decompressors: dict[str | None, Callable[[Params, CompressedObject], Array]] = {
     "blosc": blosc_decompress,
     "zfp": zfp_decompress,
 }
-compressors_known = dict(codecs.PACKAGES)
 compressors_available: list[str | None] = [
     None,
     *filter(codecs.installed, codecs.PACKAGES),
@@ -156,7 +141,7 @@ def init_compression(
         )
     if scheme is not None:
         codecs.require(scheme)
-    if unknown := set(rest) - _KNOWN[scheme]:
+    if unknown := set(rest) - set(_KNOWN[scheme]):
         raise ArgumentError(
             f"scheme {scheme!r} has no parameters {sorted(unknown)}; "
             f"it has {sorted(_KNOWN[scheme]) or 'none'}"
@@ -165,5 +150,5 @@ def init_compression(
     if len(losses) > 1:
         raise ArgumentError(f"{' and '.join(losses)} of zfp exclude each other; give one")
     if not losses:
-        rest = {**DEFAULTS[scheme], **rest}
+        rest = {name: value for name, value in _KNOWN[scheme].items() if value is not None} | rest
     return partial(compressors[scheme], rest), partial(decompressors[scheme], rest)

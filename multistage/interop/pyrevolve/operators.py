@@ -31,41 +31,12 @@ State = TypeVar("State")
 Compression = tuple[Callable[[Array], CompressedObject], Callable[[CompressedObject], Array]]
 
 
-class OperatorLike(Protocol):
-    """What is used of an operator; it need not derive from `Operator`."""
-
-    def apply(self, *, t_start: int, t_end: int) -> object:
-        """Run over the time steps `t_start`, ..., `t_end - 1`."""
-        ...
-
-
-class CheckpointLike(Protocol):
-    """What is used of a checkpoint object; it need not derive from `Checkpoint`."""
-
-    @property
-    def dtype(self) -> DTypeLike: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def get_data(self, timestep: int) -> Sequence[Array]:
-        """Return the arrays that hold the state of `timestep`."""
-        ...
-
-    def get_data_location(self, timestep: int) -> Sequence[Array]:
-        """Return the arrays that must hold the state of `timestep`."""
-        ...
-
-
-class Operator:
+class Operator(Protocol):
     """A forward or adjoint operator; `apply` runs it over time steps.
 
-    The forward operator turns the state of step `t_start` into that of step
-    `t_end`.  The adjoint operator is called for one step at a time, right
-    after the forward operator ran over that step.
+    One need not derive from this class, nor from `Checkpoint`.  The forward operator
+    turns the state of step `t_start` into that of step `t_end`.  The adjoint operator
+    is called for one step at a time, right after the forward operator ran over that step.
     """
 
     def apply(self, *, t_start: int, t_end: int) -> object:
@@ -73,7 +44,7 @@ class Operator:
         raise NotImplementedError(f"{type(self).__name__} must define apply(t_start, t_end)")
 
 
-class Checkpoint:
+class Checkpoint(Protocol):
     """Says which arrays make up the state of a time step."""
 
     @property
@@ -174,7 +145,7 @@ class OperatorChain:
     state_is_tape = False
     one_tape = True
 
-    def __init__(self, forward: OperatorLike, backward: OperatorLike) -> None:
+    def __init__(self, forward: Operator, backward: Operator) -> None:
         self._forward = forward.apply
         self._backward = backward.apply
         self.advanced, self.taped, self.reversed = Meter(), Meter(), Meter()
@@ -234,7 +205,7 @@ class OperatorStates:
 
     def __init__(
         self,
-        checkpoint: CheckpointLike,
+        checkpoint: Checkpoint,
         compression: Compression | None = None,
         *,
         restored: bool = True,

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
+from ...actions import Schedule
 from ...backends.urls import Tiers
 from ...errors import ArgumentError
 from ...model.budget import Budget
 from ...model.costs import Costs
 from ...planners import PLANNERS, Planner, UniformPlan
-from ...planners.synchronous.levels import Level
-from ...planners.uniform import sealing
+from ...planners.bound import lower_bound
+from ...planners.single.binomial import beta, forward_and_reverse, reverse_actions
+from ...planners.single.revolve import revolve
+from ...planners.streaming.overlap import on_tier, overlap
+from ...planners.synchronous.hierarchy import count_operations, hierarchy_schedule
+from ...planners.synchronous.levels import Level, solve
+from ...planners.uniform import require_steps, sealing
 from ...support.values import whole
 from ..ranks import Communicator
 from .base import TRANSIT, BaseRevolver, defaults
 from .compression import Params, init_compression
-from .operators import CheckpointLike, Compression, OperatorLike, Profiler
-from .planners import adjust, h_revolve_on_storages, revolve_on_disk
+from .operators import Checkpoint, Compression, Operator, Profiler
 from .storage import NumpyStorage, Storage, open_folder
 
 
@@ -57,9 +63,9 @@ class SingleLevelRevolver(BaseRevolver):
 
     def __init__(
         self,
-        checkpoint: CheckpointLike,
-        fwd_operator: OperatorLike,
-        rev_operator: OperatorLike,
+        checkpoint: Checkpoint,
+        fwd_operator: Operator,
+        rev_operator: Operator,
         n_checkpoints: int | None,
         n_timesteps: int,
         timings: object = None,
@@ -76,9 +82,15 @@ class SingleLevelRevolver(BaseRevolver):
         progress: bool | None = None,
         comm: Communicator | None = None,
     ) -> None:
-        three = checkpoint, fwd_operator, rev_operator
         super().__init__(
-            *three, n_checkpoints, n_timesteps, timings=timings, profiler=profiler, comm=comm
+            checkpoint,
+            fwd_operator,
+            rev_operator,
+            n_checkpoints,
+            n_timesteps,
+            timings,
+            profiler,
+            comm,
         )
         if n_checkpoints is None:
             if defaults.given and not diskstorage and memory is tiers is planner is None:
@@ -91,43 +103,29 @@ class SingleLevelRevolver(BaseRevolver):
         self.n_checkpoints = n_checkpoints
         compression = _compression_of(compression_params, diskstorage or tiers is not None)
         chosen = any(x is not None for x in (memory, tiers, planner, costs))
-        if chosen and diskstorage and tiers is not None and filedir != "./":
-            raise ArgumentError(f"filedir={filedir!r} and tiers={tiers!r}: give one of them")
         self.filedir, self.singlefile = filedir, singlefile
         self.compression_params = compression_params
-        if chosen:
-            if diskstorage and tiers is None:
-                tiers = open_folder(filedir)
-            self._run_on(
-                memory=f"{n_checkpoints} slots" if memory is None else memory,
-                tiers=tiers,
-                planner="auto" if planner is None else planner,
-                costs=costs,
-                compression=compression,
-                progress=progress,
-            )
-        else:
-            self._run_revolve(n_checkpoints, diskstorage, compression, progress)
-
-    def _run_revolve(
-        self,
-        n_checkpoints: int,
-        on_disk: bool,
-        compression: Compression | None,
-        progress: bool | None,
-    ) -> None:
-        """Run as pyrevolve does, by Revolve, in memory or on disk."""
-        self._slots = TRANSIT if on_disk else n_checkpoints
+        if diskstorage:
+            if tiers is not None and filedir != "./":
+                raise ArgumentError(f"filedir={filedir!r} and tiers={tiers!r}: give one of them")
+            tiers = open_folder(filedir) if tiers is None else tiers
+        self._slots = TRANSIT if diskstorage else n_checkpoints
+        if not chosen:
+            memory, planner = Budget(slots=self._slots), _revolve_in(n_checkpoints, diskstorage)
         self._run_on(
-            memory=Budget(slots=self._slots),
-            tiers=open_folder(self.filedir) if on_disk else None,
-            planner=sealing(partial(revolve_on_disk, n_checkpoints))
-            if on_disk
-            else PLANNERS["revolve"],
+            memory=f"{n_checkpoints} slots" if memory is None else memory,
+            tiers=tiers,
+            planner="auto" if planner is None else planner,
+            costs=costs,
             compression=compression,
             progress=progress,
-            assumed=(1.0, 1.0),
+            assumed=None if chosen else (1.0, 1.0),
         )
+
+
+def _revolve_in(n_checkpoints: int, on_disk: bool) -> Planner:
+    """Return the planner that is pyrevolve's, in memory or on disk."""
+    return sealing(partial(revolve_on_disk, n_checkpoints)) if on_disk else PLANNERS["revolve"]
 
 
 def _number_given(n_checkpoints: int, memory: object) -> int:
@@ -164,9 +162,9 @@ class DiskRevolver(SingleLevelRevolver):
 
     def __init__(
         self,
-        checkpoint: CheckpointLike,
-        fwd_operator: OperatorLike,
-        rev_operator: OperatorLike,
+        checkpoint: Checkpoint,
+        fwd_operator: Operator,
+        rev_operator: Operator,
         n_checkpoints: int | None,
         n_timesteps: int,
         timings: object = None,
@@ -229,9 +227,9 @@ class MultiLevelRevolver(BaseRevolver):
 
     def __init__(
         self,
-        checkpoint: CheckpointLike,
-        fwd_operator: OperatorLike,
-        rev_operator: OperatorLike,
+        checkpoint: Checkpoint,
+        fwd_operator: Operator,
+        rev_operator: Operator,
         n_timesteps: int,
         storage_list: Sequence[Storage],
         timings: object = None,
@@ -266,14 +264,18 @@ class MultiLevelRevolver(BaseRevolver):
             warnings.warn(
                 "H-Revolve is optimal only for costs that grow with the level", stacklevel=2
             )
-        fast = type(self.storage_list[0]) is NumpyStorage
-        slow = self.storage_list[1:] if fast else self.storage_list
-        capacity = min(levels[0].capacity or 0, self.n_timesteps) if fast else 0
-        self._slots = capacity + (TRANSIT if slow else 0)
+        slow = self.storage_list
+        if type(slow[0]) is NumpyStorage:
+            slow = slow[1:]
+        else:  # one state in fast memory, from which steps begin
+            levels = (Level(1), *levels)
+        self._slots = min(levels[0].capacity or 1, self.n_timesteps) + (TRANSIT if slow else 0)
         self._run_on(
-            memory=Budget(slots=max(1, self._slots)),
+            memory=Budget(slots=self._slots),
             tiers=[storage.tier() for storage in slow] or None,
-            planner=sealing(partial(h_revolve_on_storages, levels, fast, float(uf))),
+            planner=sealing(partial(h_revolve_on_storages, levels, float(uf)))
+            if slow
+            else PLANNERS["revolve"],
             progress=progress,
             assumed=(float(uf), float(ub)),
         )
@@ -287,3 +289,76 @@ def _level(number: int, storage: Storage) -> Level:
             "a size is at least 1, costs are finite and not negative"
         )
     return Level(size, write, read)
+
+
+# ------------------------------------------------------------------------- planners
+
+
+def adjust(timesteps: int) -> int:
+    """Return a number of snapshots that keeps memory and recomputation both logarithmic.
+
+    About as many snapshots as runs of a step: the least such pair that
+    reaches `timesteps`.
+
+    Examples
+    --------
+    >>> adjust(20), adjust(21), adjust(1000)
+    (3, 4, 7)
+    """
+    n = require_steps(timesteps, "revolve")
+    snapshots = repeats = 1
+    while beta(snapshots, repeats) < n:
+        snapshots, repeats = snapshots + 1, repeats + 1
+    while True:
+        fewer = (snapshots - 1, repeats) if snapshots > repeats else (snapshots, repeats - 1)
+        if min(fewer) < 1 or beta(*fewer) < n:
+            return snapshots
+        snapshots, repeats = fewer
+
+
+def revolve_on_disk(
+    n_checkpoints: int, costs: Costs, slots: int, n_steps: int | None
+) -> UniformPlan:
+    """Plan Revolve with its checkpoints on the tier, transfers beside the steps."""
+    n = require_steps(n_steps, "revolve")
+
+    def make() -> Schedule:
+        plain = forward_and_reverse(reverse_actions(0, n, n_checkpoints))
+        return overlap(on_tier(plain), slots, tape_slots=costs.tape_slots)
+
+    plain = revolve(costs, n_checkpoints, n)
+    return replace(
+        plain,
+        planner="revolve on disk",
+        slots=slots,
+        make=make,
+        lower_bound_s=lower_bound(costs, slots, n),
+        peak_slots=min(slots, n),
+        note="Revolve with all checkpoints on disk; transfers are taken to hide behind steps.",
+    )
+
+
+def h_revolve_on_storages(
+    levels: tuple[Level, ...], uf: float, costs: Costs, slots: int, n_steps: int | None
+) -> UniformPlan:
+    """Plan H-Revolve over storages, the first of them fast memory."""
+    n = require_steps(n_steps, "h-revolve")
+    solved = solve(levels, n, uf)
+    capacity, tiers = levels[0].capacity or 1, tuple(range(len(levels) - 1))
+
+    def make() -> Schedule:
+        schedule = hierarchy_schedule(solved, capacity, tiers)
+        return overlap(schedule, slots, tape_slots=costs.tape_slots)
+
+    return UniformPlan(
+        planner="h-revolve",
+        n_steps=n,
+        slots=slots,
+        costs=costs,
+        make=make,
+        makespan_s=solved.seconds / uf * costs.forward_step_s + n * costs.turn_s,
+        lower_bound_s=n * (costs.forward_step_s + costs.turn_s),
+        forward_steps=count_operations(solved, capacity, tiers).forward_steps,
+        peak_slots=min(slots, n),
+        note="H-Revolve over the storages, by their wd and rd; no transfer is taken to hide.",
+    )
