@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from ..backends.base import Store
 from ..schedule.timeline import Timeline
+from ..states.layout import Layouts
 from ..states.slots import StateLayout
-from ..states.varied import Layouts
 
 State = TypeVar("State")
 ArrayT = TypeVar("ArrayT")

@@ -19,9 +19,9 @@ import optree
 from ..errors import BudgetError
 from ..model.chain import Chain
 from ..model.stages import Stage, StageCosts
-from ..states.layout import Array, Layout
+from ..states.in_place import VariedStates
+from ..states.layout import Array, Layout, bytes_of
 from ..states.sharing import own_bytes, owner
-from ..states.varied import VariedStates, bytes_of
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")

@@ -41,8 +41,8 @@ from ..planners.chain.pieces import PersistentPlanner, chain_plan, survey
 from ..planners.uniform import UniformPlan
 from ..schedule.rules import Rules
 from ..schedule.timeline import Timeline
+from ..states.in_place import VariedStates
 from ..states.layout import Layout
-from ..states.varied import VariedStates
 from ..support.progress import Bars
 from .arguments import Arguments, one_tape
 from .described import described, schedule_of

@@ -12,8 +12,8 @@ import numpy as np
 import optree
 
 from ..errors import StateError
-from .layout import Array, Layout, ordered_as, put_in_order, same_order
-from .references import References, keep_tape
+from .layout import Array, Layout, Layouts, ordered_as, put_in_order, same_order
+from .references import References, VariedReferences, keep_tape
 from .sharing import (
     KEPT,
     Frozen,
@@ -128,6 +128,7 @@ class Copies:
 
 
 _NOTHING: Any = object()  # no state
+_EMPTY = np.zeros(0)
 
 
 class InPlace(Copies):
@@ -144,10 +145,15 @@ class InPlace(Copies):
 
     An adjoint step that keeps a reference to this tree would find another state there
     than the one it was given: it is refused (`guarded`).
+
+    Where states differ (`Layouts`), a step may put arrays of other shapes or dtypes in the
+    place of those in its containers, and a load puts arrays of the kept shapes back.  Then
+    copies are not pooled: the room of one state need not hold the next.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        super().__init__(layout)
+    def __init__(self, layout: Layout | Layouts) -> None:
+        super().__init__(layout if isinstance(layout, Layout) else layout.first)
+        self._layouts, self._varied = layout, layout.varied
         self.frozen = Frozen()
         self._home: list[Any] = []  # the arrays that the sweep began with
         self._simple = True  # arrays only, no scalars
@@ -160,32 +166,42 @@ class InPlace(Copies):
 
     def load(self, kept: Kept, live: State) -> State:
         arrays: Sequence[Any] = kept.arrays
-        if live is self._only and type(arrays[0]) is np.ndarray:
+        if self._varied:
+            leaves: list[Any] = optree.tree_leaves(cast(Any, live), none_is_leaf=True)
+        elif live is self._only and type(arrays[0]) is np.ndarray:
             put_back(self._home[0], arrays[0], "")
             return live
-        leaves = self._leaves(live)
-        if (
-            self._is_home(leaves)
-            and all(type(array) is np.ndarray for array in arrays)
-            and same_order(leaves, arrays)
-        ):
-            self._copy_back(leaves, kept)
-            return live
+        else:
+            leaves = self._leaves(live)
+            if (
+                self._is_home(leaves)
+                and all(type(array) is np.ndarray for array in arrays)
+                and same_order(leaves, arrays)
+            ):
+                self._copy_back(leaves, kept)
+                return live
+        fresh: list[int] = []
         for k, value in enumerate(arrays):
             if type(value) is not np.ndarray:
                 leaves[k] = value
-            elif id(leaves[k]) in self._places and alike(leaves[k], value):
+            elif id(leaves[k]) in self._places and _of_one_kind(leaves[k], value):
                 put_back(leaves[k], value, self._layout.leaves[k].path)
             else:
-                leaves[k] = duplicate(value)
-        self._tree = replaced(live, self._layout.state(ordered_as(leaves, arrays)))
+                leaves[k] = _EMPTY  # what is there goes before anything comes in its place
+                fresh.append(k)
+        leaves = ordered_as(leaves, arrays)
+        if fresh:
+            live = replaced(live, self._layout.state(leaves))
+            for k in fresh:
+                leaves[k] = duplicate(arrays[k])
+        self._tree = replaced(live, self._layout.state(leaves))
         return cast(State, self._tree)
 
     def check(self, live: object, where: int | str) -> None:
         if live is not self._only:
             self._live(live, where)
         else:
-            self._layout.arrays(live, where)  # a step can set the shape of an array
+            self._layouts.arrays(live, where)  # a step can set the shape of an array
 
     def given_back(self, live: State, kept: Kept) -> bool:
         """Put the state that the sweep began with back into its tree, whatever that is now.
@@ -266,10 +282,10 @@ class InPlace(Copies):
 
     def _leaves(self, state: object, where: int | str = "the live state") -> list[Any]:
         """Return the leaves of a state; those of the first one looked at may be overwritten."""
-        leaves = self._layout.arrays(state, where)
+        leaves = self._layouts.arrays(state, where)
         self._tree = state
         if not self._home:
-            self._begin(leaves, self._layout.arrays(state, where))
+            self._begin(leaves, self._layouts.arrays(state, where))
         return leaves
 
     def _begin(self, home: list[Any], again: list[Any]) -> None:
@@ -305,7 +321,18 @@ class InPlace(Copies):
         leaves = self._leaves(state, where)
         if not self._is_home(leaves):
             self._judge(leaves, where)
+            if self._varied:
+                self._let_go(leaves)
         return leaves
+
+    def _let_go(self, leaves: list[Any]) -> None:
+        """Forget arrays the sweep began with that the state has no more: they take memory."""
+        found = set(map(id, leaves))
+        for k, array in enumerate(self._home):
+            if id(array) in self._places and id(array) not in found:
+                del self._places[id(array)]
+                self._home[k] = _EMPTY
+        self._memory = Memory(())  # asked for only where the state has all of them
 
     def _judge(self, leaves: list[Any], where: int | str) -> None:
         """Raise StateError if a leaf was replaced by an array that something else refers to."""
@@ -358,6 +385,8 @@ class InPlace(Copies):
         return [room(array) for array in arrays]
 
     def _copied(self, arrays: list[Array]) -> Sequence[Any]:
+        if self._varied:
+            return [writeable_copy(arrays[k]) for k in range(len(arrays))]
         if self._is_home(arrays):
             return super()._copied(arrays)
         copies: list[Any] = list(self._pool.pop() if self._pool else self._made(self._home))
@@ -374,6 +403,8 @@ class InPlace(Copies):
             put_back(target, array, leaf.path)
 
     def _recycle(self, kept: Kept) -> None:
+        if self._varied:
+            return  # the next state may be of another size
         arrays = kept.arrays
         if type(arrays) is not list:  # of a state that was exchanged, or whose keys were
             like = zip(arrays, self._geometries, self._home, strict=True)
@@ -382,6 +413,40 @@ class InPlace(Copies):
                 for array, where, home in like
             ]
         self._pool.append(arrays)
+
+
+class VariedInPlace(InPlace):
+    """Slots of an in-place chain whose states differ; what they hold is counted."""
+
+    def __init__(self, layouts: Layouts) -> None:
+        super().__init__(layouts)
+        self._count = layouts.count
+
+    def keep(self, state: object, where: int | str) -> Kept:
+        kept = super().keep(state, where)
+        self._count(kept.arrays)
+        return kept
+
+    def adopt(self, arrays: list[Array], step: int) -> Kept:
+        self._count(arrays)
+        return Kept(step, arrays)
+
+    def keep_tape(self, tape: object, states: tuple[object, object], step: int) -> Kept:
+        kept = super().keep_tape(tape, states, step)
+        self._count(kept.arrays)
+        return kept
+
+    def release(self, kept: Kept) -> None:
+        self._count(kept.arrays, -1)
+        super().release(kept)
+
+    def used_up(self, live: State) -> State:
+        """Return the tree of a state that no step starts from any more, its arrays released."""
+        tree: Any = live
+        leaves: list[Any] = optree.tree_leaves(tree, none_is_leaf=True)
+        empty = [leaf if id(leaf) in self._places else _EMPTY for leaf in leaves]
+        self._tree = replaced(live, self._layout.state(empty))
+        return cast(State, self._tree)
 
 
 def writeable_copy(array: object) -> object:
@@ -469,3 +534,35 @@ class ArrayStates:
 
     def slots(self, layout: Layout) -> InPlace | References:
         return InPlace(layout) if self._in_place else References(layout)
+
+
+class VariedStates:
+    """Pytrees of NumPy arrays that differ from step to step.
+
+    Parameters
+    ----------
+    in_place : bool
+        Whether steps overwrite the arrays of their state.
+
+    Attributes
+    ----------
+    layouts : Layouts or None
+        Those of the sweep begun last.
+    """
+
+    def __init__(self, in_place: bool) -> None:
+        self._in_place = in_place
+        self.layouts: Layouts | None = None
+
+    def layout(self, state: object) -> Layouts:
+        """Return layouts for a sweep from this state 0.  Raises StateError."""
+        self.layouts = Layouts(state, self._in_place)
+        return self.layouts
+
+    def slots(self, layout: Layouts) -> VariedInPlace | VariedReferences:
+        """Return fast slots for states of these layouts."""
+        return VariedInPlace(layout) if self._in_place else VariedReferences(layout)
+
+
+def _of_one_kind(one: Array, other: Array) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and alike(one, other)

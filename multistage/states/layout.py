@@ -167,6 +167,14 @@ class Layout:
         layout.varied = True
         return layout
 
+    def at(self, step: int) -> Layout:
+        """Return the layout of a state: of equal ones, this."""
+        return self
+
+    def seen(self, state: object, where: int | str) -> tuple[Layout, list[Array]]:
+        """Return the layout of a state and its arrays; see `arrays`."""
+        return self, self.arrays(state, where)
+
     def arrays(self, state: object, where: int | str = "the state") -> list[Array]:
         """Return the arrays of `state`, in record order.
 
@@ -275,6 +283,112 @@ class Layout:
         """Whether both describe the same states."""
         same = self.spec == other.spec and self.leaves == other.leaves
         return same and self.varied == other.varied
+
+
+class Layouts:
+    """The layouts of states that differ from step to step, as on a mesh that is refined on the way.
+
+    The layout of each state is learnt when it is first made, in the forward sweep.  A
+    state that is made again later must have the same; each sweep starts again.  In functional
+    chains trees, shapes and dtypes may differ; in in-place chains the tree stays.
+
+    Parameters
+    ----------
+    state : pytree of arrays
+        State 0.
+    in_place : bool
+        Whether the tree of all states is that of the first.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes of one record of the largest state so far.
+    held_bytes : int
+        Bytes of the states and tapes that slots hold, counted as often as they are held.
+    """
+
+    varied = True
+
+    def __init__(self, state: object, in_place: bool) -> None:
+        self.first = self._last = Layout.of(state)
+        self._in_place = in_place
+        self._at: dict[int, Layout] = {0: self.first}
+        self._kinds = {(self.first.spec, self.first.leaves): self.first}  # each kind once
+        self.nbytes = self.first.nbytes
+        self.held_bytes = 0
+
+    def count(self, arrays: Sequence[Any], sign: int = 1) -> None:
+        """Count what a slot holds from now on or, with -1, gives back."""
+        self.held_bytes += sign * sum(array.nbytes for array in arrays)
+
+    def at(self, step: int) -> Layout:
+        """Return the layout of a state that has been seen."""
+        return self._at[step]
+
+    def see(self, state: object, step: int) -> Layout:
+        """Return the layout of state `step`; learn it if it is new.
+
+        Raises
+        ------
+        StateError
+            If a leaf is no plain array, the state differs from what it was
+            before, or an in-place chain's from the tree of the first.
+        """
+        known = self._at.get(step)
+        if known is not None:
+            try:
+                known.arrays(state, step)
+            except StateError as error:
+                raise StateError(
+                    f"state {step} differs from what it was when the step before it first ran "
+                    f"({str(error).split(';')[0]}); a step must do the same each time it is run"
+                ) from None
+            return known
+        try:
+            layout = self._like(state)
+        except StateError as error:
+            raise StateError(f"state {step}: {error}") from None
+        if self._in_place and layout.spec != self.first.spec:
+            raise StateError(
+                f"state {step} changed its structure from {self.first.spec} to {layout.spec}; the "
+                "shapes and dtypes in an in-place chain's state may change, its tree may not"
+            )
+        self._at[step] = self._last = layout
+        self.nbytes = max(self.nbytes, layout.nbytes)
+        return layout
+
+    def _like(self, state: object) -> Layout:
+        last = self._last
+        if type(state) is np.ndarray and (state.shape, state.dtype) == last.single:
+            return last
+        made = Layout.of(state)
+        return self._kinds.setdefault((made.spec, made.leaves), made)
+
+    def seen(self, state: object, where: int | str) -> tuple[Layout, list[Array]]:
+        """Return the layout of a state and its arrays.  Raises StateError as `see` does."""
+        layout = self.see(state, where) if isinstance(where, int) else Layout.of(state)
+        return layout, layout.arrays(state, where)
+
+    def arrays(self, state: object, where: int | str = "the state") -> list[Array]:
+        """Return the arrays of a state.  Raises StateError as `see` does."""
+        return self.seen(state, where)[1]
+
+    def pack(self, arrays: Sequence[Array]) -> tuple[list[Array], Packing | None]:
+        """Return what a store of things of any size takes, and what `unpack` needs besides."""
+        return packed(arrays, [c_strides(array.shape, array.dtype.itemsize) for array in arrays])
+
+    def unpack(self, arrays: Sequence[Array], packing: Packing | None) -> list[Array]:
+        """Return the arrays that `pack` was given, from the store's copies."""
+        return self.first.unpack(arrays, packing)
+
+    def same_as(self, other: object) -> bool:
+        """Whether both describe the same states: each sweep has its own."""
+        return self is other
+
+
+def bytes_of(layout: Layout) -> int:
+    """Return the bytes of a state's arrays, which lie apart in fast memory."""
+    return sum(leaf.nbytes for leaf in layout.leaves)
 
 
 def key_orders(tree: object) -> Keys:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import optree
 
-from .layout import Array, Layout, rebuilt
+from .layout import Array, Layout, Layouts, rebuilt
 from .naming import has_methods
 from .sharing import Frozen, Memory, apart_from, lone_owners, owner, thaw
 from .slots import Kept
@@ -32,13 +32,16 @@ _kept = tuple.__new__  # what Kept(...) does, without the call around it
 class References:
     """Slots of a functional chain."""
 
-    def __init__(self, layout: Layout, frozen: Frozen | None = None) -> None:
+    def __init__(self, layout: Layout | Layouts) -> None:
         self._layout = layout
-        single: tuple[Any, Any] = layout.single or (None, None)
-        self._shape, self._dtype = single
-        self.frozen = Frozen() if frozen is None else frozen
+        self._shape: object = None
+        self._dtype: object = None
+        self.shared = False
+        if isinstance(layout, Layout):
+            self._shape, self._dtype = layout.single or (None, None)
+            self.shared = layout.fixed
+        self.frozen = Frozen()
         self._entries = self.frozen.entries
-        self.shared = layout.fixed
 
     def keep(self, state: object, where: int | str) -> Kept:
         frozen, copied = self._entries, False
@@ -54,7 +57,7 @@ class References:
                     flags.writeable = False
                     frozen[id(state)] = [state, 1]
                 return _kept(Kept, (state, (state,)))
-        arrays = self._layout.arrays(state, where)
+        layout, arrays = self._layout.seen(state, where)
         for k, array in enumerate(arrays):
             entry = frozen.get(id(array))
             if entry is not None:
@@ -70,16 +73,15 @@ class References:
                 flags.writeable = False
                 frozen[id(array)] = [array, 1]
         if self.shared:
-            return Kept(self._layout.state(arrays) if copied else state, arrays)
-        if self._layout.flat is dict and not copied:
+            return Kept(layout.state(arrays) if copied else state, arrays)
+        if layout.flat is dict and not copied:
             tree: Any = state
             return Kept(tree.copy(), arrays)  # in a tenth of the time that a new tree takes
-        return Kept(self._layout, arrays)
+        return Kept(layout, arrays)
 
     def adopt(self, arrays: list[Array], step: int) -> Kept:
-        if self.shared:
-            return Kept(self._layout.state(arrays), arrays)
-        return Kept(self._layout, arrays)
+        layout = self._layout.at(step)
+        return Kept(layout.state(arrays) if self.shared else layout, arrays)
 
     def load(self, kept: Kept, live: State) -> State:
         """Return a kept state in containers of its own, unless these are tuples."""
@@ -96,10 +98,7 @@ class References:
 
     def adopt_adjoint(self, adjoint: Adjoint, live: object) -> Adjoint:
         held = [array for array, *_ in self._entries.values()]
-        return Memory([*held, *self._arrays_of(live)]).apart(adjoint, "the adjoint")
-
-    def _arrays_of(self, live: object) -> list[Array]:
-        return self._layout.arrays(live)
+        return Memory([*held, *self._layout.arrays(live)]).apart(adjoint, "the adjoint")
 
     apart = staticmethod(apart_from)
 
@@ -122,6 +121,36 @@ class References:
 
     def release_all(self) -> None:
         self.frozen.free_all()
+
+
+class VariedReferences(References):
+    """Slots of a functional chain whose states differ; what they hold is counted."""
+
+    def __init__(self, layouts: Layouts) -> None:
+        super().__init__(layouts)
+        self._count = layouts.count
+
+    def keep(self, state: object, where: int | str) -> Kept:
+        kept = super().keep(state, where)
+        self._count(kept.arrays)
+        return kept
+
+    def adopt(self, arrays: list[Array], step: int) -> Kept:
+        self._count(arrays)
+        return super().adopt(arrays, step)
+
+    def used_up(self, live: object) -> None:
+        """Return what is live in place of a state that no step starts from any more."""
+        return
+
+    def keep_tape(self, tape: object, states: tuple[object, object], step: int) -> Kept:
+        kept = super().keep_tape(tape, states, step)
+        self._count(kept.arrays)
+        return kept
+
+    def release(self, kept: Kept) -> None:
+        self._count(kept.arrays, -1)
+        super().release(kept)
 
 
 def keep_tape(
