@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import _timm, catalog, chain_theorem, claims, docs, facts, node, node_page, zoo
 from benchmarks import all as runner
+from benchmarks import catalog, chain_theorem, claims, docs, facts, node, node_page, zoo
 from benchmarks.page import page
 from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
 
@@ -474,31 +474,6 @@ def test_a_node_is_measured(
     assert "no such folder" in capsys.readouterr().err
 
 
-def test_a_run_beyond_free_memory_is_planned_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier that holds few states is not planned as if it held all."""
-    problem = {"name": "p", "state_bytes": 1 << 20, "steps": 500, "slots": 8, "step_s": 1e-3}
-    monkeypatch.setattr(node, "problems", lambda rate: [problem])
-    size = {"status": "done", "sizes": [dict(node._rates(node.Tier("m", 1e-3, 1e-3), 1 << 20))]}
-    size["sizes"][0]["state_bytes"] = 1 << 20
-    rows = {
-        room: [
-            r for r in node.plans({"memory": size}, 1e10, {"memory": room}) if r["tier"] != "none"
-        ]
-        for room in (1e15, 0.0)
-    }
-    assert all(row["revolve_over"] >= 1 - 1e-9 for row in (*rows[1e15], *rows[0.0]))
-    assert all(row["revolve_over"] == pytest.approx(1) for row in rows[0.0])
-    assert any(row["revolve_over"] > 1.2 for row in rows[1e15])
-
-
-def test_pinned_memory_is_probed_as_other_tiers_are() -> None:
-    """Beside the CPU, where its copies run on threads."""
-    pytest.importorskip("torch")
-    (row,) = node.pinned(0.05, "cpu", sizes=(1 << 16,))
-    assert row["state_bytes"] == 1 << 16
-    assert row["write_bytes_per_s"] > 0 and row["read_bytes_per_s"] > 0
-
-
 # ------------------------------------------------------------------------ the zoo
 
 
@@ -568,11 +543,3 @@ def test_the_page_of_the_zoo(tmp_path: Path) -> None:
 
 ZOO_TABLES = ("run", "ratios", "models", "cells")
 ZOO_PAGE = ROOT / "docs" / "reference" / "zoo.md"
-
-
-def test_torchvision_is_nowhere_once_timm_is_loaded() -> None:
-    with _timm._standing_in():
-        from torchvision.ops.misc import FrozenBatchNorm2d
-
-        assert isinstance(FrozenBatchNorm2d, type)
-    assert not [name for name in sys.modules if name.partition(".")[0] == "torchvision"]

@@ -387,29 +387,6 @@ class Play:
         run = None  # type: ignore[assignment]
         gc.collect()
 
-    def misuse(self) -> None:
-        """Calls in an order that is not the usual one."""
-        source = random.Random(self.case.seed)
-        with self.judged(), self.reversal() as run:
-            last = state = None
-            for _ in range(source.randint(2, 6)):
-                what = source.choice(
-                    ("forward", "forward", "reverse", "prepare", "close", "report")
-                )
-                with self.judged():
-                    match what:
-                        case "forward":
-                            state = self.start()
-                            last = self.forward(run, state)
-                        case "reverse":
-                            self.reverse(run, last, state)
-                        case "prepare":
-                            run.prepare(self.operators.start())
-                        case "close":
-                            run.close()
-                        case _:
-                            str(run.report())
-
     def nested(self) -> None:
         """A run inside an operator of another."""
         inner = self._other()
@@ -464,7 +441,6 @@ PLAYED: dict[str, Callable[[Play], None]] = {
     "store": Play.store,
     "durable": Play.durable,
     "dropped": Play.dropped,
-    "misuse": Play.misuse,
     "nested": Play.nested,
     "pyrevolve": Play.pyrevolve,
 }

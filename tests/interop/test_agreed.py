@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_mpi import MPI, Comm, Deadlock, World, run_ranks, succeed
+from fake_mpi import MPI, Comm, World, run_ranks, succeed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpi_wave import Wave, store_all, whole
@@ -18,7 +17,7 @@ from mpi_wave import Wave, store_all, whole
 from multistage.backends import MemoryStore
 from multistage.backends.base import CheckpointLost, StoreStats
 from multistage.backends.testing import FaultyStore
-from multistage.errors import ArgumentError, BudgetError, MultistageError, StoreError
+from multistage.errors import BudgetError, MultistageError
 from multistage.execute.executor import Executor
 from multistage.interop.ranks import AgreedStore, Ranks
 from multistage.model.chain import FunctionChain
@@ -348,37 +347,6 @@ def test_faults_on_any_rank_leave_gradient_and_actions(
     assert whole([adjoint for adjoint, _, _ in found]).tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("wrong", [1, 8, 14, 20, 26, 37])
-def test_an_aborted_run_sends_no_message(wrong: int) -> None:
-    """A rank that fails while reads are in flight leaves at once; else it would wait forever."""
-
-    class OperatorFailed(Exception):
-        pass
-
-    def work(comm: Comm) -> None:
-        wave = Wave(comm)
-
-        def adjoint_step(state: Any, adjoint: Any, i: int) -> Any:
-            if comm.rank == 1 and i == wrong:
-                raise OperatorFailed
-            return wave.adjoint_step(state, adjoint, i)
-
-        chain: FunctionChain[Any, Any] = FunctionChain(wave.step, adjoint_step)
-        store = AgreedStore(MemoryStore(buffer_bytes=0), Ranks(comm))
-        store.open(Layout.of(wave.start))
-        try:
-            executor: Executor[Any, Any] = Executor(chain, (store,))
-            schedule = PLANNERS["streaming"](COSTS, 6, N).schedule()
-            executor.forward(schedule, wave.start)
-            executor.reverse(wave.seed)
-        finally:
-            store.close()
-
-    found = run_ranks(2, work)
-    assert isinstance(found[1], OperatorFailed)
-    assert isinstance(found[0], Deadlock)  # alone in a halo exchange, as under MPI
-
-
 # ----------------------------------------------------------------------- errors
 
 
@@ -401,37 +369,6 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
     for error in run_ranks(3, work):
         assert type(error) is BudgetError
         assert str(error) == "rank 1 (and 1 more): too little at 1"
-
-
-def test_facts_that_differ_are_named() -> None:
-    def work(comm: Comm) -> None:
-        ranks = Ranks(comm)
-        ranks.same(ranks.gather(lambda: {"n_steps": 10 + comm.rank // 2}), "be alike")
-
-    for error in run_ranks(3, work):
-        assert type(error) is ArgumentError
-        assert str(error) == "ranks disagree on n_steps: 10 on rank 0, 11 on rank 2; be alike"
-
-
-def test_one_tier_that_cannot_be_opened_closes_all() -> None:
-    class NoDisk(MemoryStore):
-        def open(self, layout: Layout) -> None:
-            raise StoreError("no disk")
-
-    def work(comm: Comm) -> None:
-        store = AgreedStore(NoDisk() if comm.rank == 2 else MemoryStore(), Ranks(comm))
-        store.open(LAYOUT)
-
-    with warnings.catch_warnings():
-        for error in run_ranks(3, work):
-            assert type(error) is StoreError
-            assert str(error) == "rank 2: no disk"
-
-
-def test_a_missing_mpi4py_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
-    with pytest.raises(ArgumentError, match=r"mpi4py .*pip install"):
-        Ranks()
 
 
 def test_a_rank_alone_gives_up_no_write() -> None:

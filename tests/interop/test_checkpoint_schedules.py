@@ -224,80 +224,6 @@ def test_bad_input() -> None:
 # ------------------------------------------------------------------ ours to theirs
 
 
-class Driver:
-    """Runs a schedule of theirs to the letter, on x <- sin(x) + 0.1 i; knows nothing of ours."""
-
-    def __init__(self, schedule: Any, n: int) -> None:
-        self.schedule, self.n = schedule, n
-        self.store: dict[Any, dict[int, dict[str, Any]]] = {Storage.RAM: {}, Storage.DISK: {}}
-        self.work: dict[int, Any] = {}
-        self.steps = 0
-
-    def run(self) -> float:
-        x, at, adjoint, back, ended = 0.3, 0, 1.0, self.n, False
-        for action in self.schedule:
-            kind = type(action)
-            if kind is their.Forward:
-                assert action.n0 == at
-                self.work.clear()
-                data = {}
-                if action.write_ics:
-                    data["state"] = x
-                for i in range(action.n0, min(action.n1, self.n)):
-                    if action.write_adj_deps:
-                        if action.storage == Storage.WORK:
-                            self.work[i] = x
-                        else:
-                            assert len(action) == 1
-                            data["tape"] = x
-                    x = float(np.sin(x) + 0.1 * i)
-                    self.steps += 1
-                at = min(action.n1, self.n)
-                if data:
-                    assert action.n0 not in self.store[action.storage]
-                    self.store[action.storage][action.n0] = data
-                if at == self.n:
-                    self.schedule.finalize(at)
-            elif kind is their.EndForward:
-                assert at == self.n
-                assert not ended
-                ended = True
-            elif kind is their.Reverse:
-                for i in action:
-                    assert ended
-                    assert i == back - 1
-                    adjoint *= float(np.cos(self.work.pop(i)))
-                    back = i
-            elif kind in (their.Copy, their.Move):
-                assert action.to_storage == Storage.WORK
-                data = self.store[action.from_storage][action.n]
-                if kind is their.Move:
-                    del self.store[action.from_storage][action.n]
-                if "tape" in data:
-                    self.work[action.n] = data["tape"]
-                if "state" in data:
-                    x, at = data["state"], action.n
-            else:
-                assert kind is their.EndReverse
-                break
-        assert back == 0
-        assert not self.work
-        assert not self.store[Storage.RAM]
-        assert not self.store[Storage.DISK]
-        return adjoint
-
-
-def exact(n: int) -> float:
-    x, states = 0.3, []
-    for i in range(n):
-        states.append(x)
-        x = float(np.sin(x) + 0.1 * i)
-    adjoint = 1.0
-    for x in reversed(states):
-        adjoint *= float(np.cos(x))
-    return adjoint
-
-
 COSTS = {
     "alone": Costs(1.0, 2.0),
     "taped": Costs(1.0, 2.0, tape_step_s=1.1),
@@ -331,10 +257,8 @@ def test_ours_run_by_the_letter(name: str, kind: str, replayable: bool) -> None:
         assert judge.peak_slots <= made.slots + 1e-9
         # Of tapes on their way through RAM too, some need none of the plan's slots.
         assert judge.peak_entries <= made.slots + replayable * free
-        driver = Driver(as_schedule(made, replayable=replayable), n)
-        assert driver.run() == exact(n)
         # Their turn runs the step before its adjoint; ours counts it in the turn.
-        assert driver.steps <= made.forward_steps + n
+        assert judge.steps <= made.forward_steps + n
         assert schedule.max_n == n
         if not isinstance(schedule, their.SingleMemoryStorageSchedule):
             assert schedule.uses_storage_type(Storage.DISK) in (False, bool(made.writes))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,32 +97,6 @@ def late(item: tuple[int, str], budget: Any, tier: str) -> list[int]:
             pass
     (Path(folder) / str(number)).touch()
     return [number]
-
-
-def last_to_arrive(item: tuple[int, str], budget: Any, tier: str) -> list[int]:
-    """Return the item's number; number 0 only once the client has another."""
-    number, folder = item
-    while number == 0 and not (Path(folder) / "arrived").exists():
-        time.sleep(0.01)
-    return [number]
-
-
-def test_the_order_is_that_of_the_shots_not_of_their_arrival(client: Any, tmp_path: Path) -> None:
-    arrivals: list[int] = []
-
-    def arrived(index: int, result: list[int]) -> None:
-        arrivals.append(index)
-        (tmp_path / "arrived").touch()
-
-    total = map_shots(
-        client,
-        last_to_arrive,
-        [(number, str(tmp_path)) for number in range(8)],
-        reduce=lambda total, result: total + result,
-        arrived=arrived,
-    )
-    assert total == list(range(8))
-    assert arrivals[0] != 0 and sorted(arrivals) == total
 
 
 def test_few_results_wait_on_the_client(client: Any, tmp_path: Path) -> None:

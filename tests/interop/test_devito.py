@@ -183,26 +183,6 @@ for kind in (DevitoCheckpoint, Own):
     )
 
 
-@pytest.mark.long
-def test_the_state_of_a_step_is_two_time_levels(tmp_path: Path) -> None:
-    run(
-        """
-(u, v, grad), (checkpoint, *_) = written_out()
-for level in range(u.time_size):
-    u.data_with_halo[level] = level
-for step in range(7):
-    newer, older = checkpoint.get_data(step)
-    assert (newer == (step + 1) % 3).all() and (older == step % 3).all()
-assert operators._period(checkpoint) == 3
-assert operators._period(ours.Checkpoint()) == 0
-both = DevitoCheckpoint([u, TimeFunction(name="w", grid=model.grid, save=4)])
-assert operators._period(both) == 12
-""",
-        f"file://{tmp_path}",
-        "float32",
-    )
-
-
 def test_install_after_devito_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyrevolve")
     run(

@@ -33,6 +33,7 @@ class Judge:
         default_factory=lambda: {Storage.RAM: {}, Storage.DISK: {}}
     )
     ended: bool = False
+    steps: int = 0  # run forward
     peak_entries: int = 0  # in RAM
     peak_slots: float = 0.0  # of states in RAM, and of tapes beyond those free
 
@@ -87,6 +88,7 @@ class Judge:
         stop = min(action.n1, self.n)
         assert action.n0 < stop
         self.at = stop
+        self.steps += stop - action.n0
         steps = set(range(action.n0, stop))
         kept = steps if action.write_ics else set(), steps if action.write_adj_deps else set()
         self.restart, self.data = set(), set()

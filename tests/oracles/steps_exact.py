@@ -31,7 +31,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from multistage.errors import ArgumentError
 from multistage.model.costs import Costs
 
 from .compiled import library
@@ -50,7 +49,7 @@ class Times(NamedTuple):
     read: int
 
 
-def exact_makespan(costs: Costs, slots: int, n_steps: int, *, limit: int = 20_000_000) -> float:
+def exact_makespan(costs: Costs, slots: int, n_steps: int) -> float:
     """Return the least makespan of any schedule, in seconds.
 
     Parameters
@@ -63,13 +62,6 @@ def exact_makespan(costs: Costs, slots: int, n_steps: int, *, limit: int = 20_00
         Fast slots, at least 1.
     n_steps : int
         1 to 12.
-    limit : int
-        States of the search to keep at most, some 60 bytes each.
-
-    Raises
-    ------
-    ArgumentError
-        For arguments out of range, or when `limit` does not suffice.
 
     Examples
     --------
@@ -77,55 +69,31 @@ def exact_makespan(costs: Costs, slots: int, n_steps: int, *, limit: int = 20_00
     >>> exact_makespan(Costs(1.0, 2.0, tiers=(Tier(write_s=2.0, read_s=1.0),)), 2, 6)
     19.0
     """
-    if costs.tape_step_s is not None:
-        raise ArgumentError("exact_makespan needs tape_step_s=None: a state that is its own tape")
-    if not 1 <= n_steps <= MAX_STEPS:
-        raise ArgumentError(f"n_steps={n_steps} must lie in 1..{MAX_STEPS} for an exact search")
-    if slots < 1:
-        raise ArgumentError(f"slots={slots} must be at least 1")
+    assert costs.tape_step_s is None and 1 <= n_steps <= MAX_STEPS and slots > 0
     times, unit_s = whole_times(costs)
-    found = _search(times, min(slots, n_steps), n_steps, limit)
-    if found is None:
-        raise ArgumentError(f"the exact search needs more than limit={limit} states; raise it")
-    return found * unit_s
+    return _search(times, min(slots, n_steps), n_steps) * unit_s
 
 
 def whole_times(costs: Costs) -> tuple[Times, float]:
-    """Return the times in whole units and the unit in seconds.
-
-    Raises
-    ------
-    ArgumentError
-        If there is no such unit, or too many units are needed.
-    """
+    """Return the times in whole units, of which there must be few, and the unit in seconds."""
     tier = costs.tier
     seconds = [costs.forward_step_s, costs.turn_s]
     if tier is not None and tier.capacity_states != 0:
         seconds += [tier.write_s, tier.read_s]
-        if min(tier.write_s, tier.read_s) <= 0:
-            raise ArgumentError("write_s and read_s must be above 0 for an exact search")
+        assert min(tier.write_s, tier.read_s) > 0
     ratios = [Fraction(s / costs.forward_step_s).limit_denominator(MAX_COMPUTE) for s in seconds]
     per_step = lcm(*(ratio.denominator for ratio in ratios))
     units = [int(ratio * per_step) for ratio in ratios] + [0] * (4 - len(seconds))
     unit_s = costs.forward_step_s / per_step
     times = Times(*units)
-    whole = all(
-        abs(k * unit_s - s) <= 1e-9 * max(s, unit_s) for k, s in zip(units, seconds, strict=False)
-    )
-    if (
-        not whole
-        or times.forward + times.turn > MAX_COMPUTE
-        or max(times.write, times.read) > MAX_TRANSFER
-    ):
-        raise ArgumentError(
-            f"times {seconds} must be whole multiples of one unit, steps at most {MAX_COMPUTE} "
-            f"and transfers at most {MAX_TRANSFER} of it; round them"
-        )
+    pairs = zip(units, seconds, strict=False)
+    assert all(abs(k * unit_s - s) <= 1e-9 * max(s, unit_s) for k, s in pairs), seconds
+    assert times.forward + times.turn <= MAX_COMPUTE and max(times[2:]) <= MAX_TRANSFER
     return times, unit_s
 
 
-def _search(times: Times, slots: int, n_steps: int, limit: int) -> int | None:
-    """Run the search in C with growing tables; None when `limit` states do not suffice."""
+def _search(times: Times, slots: int, n_steps: int) -> int:
+    """Run the search in C with growing tables."""
     search = library("steps_exact").exact_steps
     search.restype = ctypes.c_int64
     search.argtypes = [*[ctypes.c_int64] * 6, *[ctypes.c_void_p] * 2, ctypes.c_int64]
@@ -150,6 +118,4 @@ def _search(times: Times, slots: int, n_steps: int, limit: int) -> int | None:
         assert found >= -1, found
         if found >= 0:
             return found
-        if size > limit:
-            return None
         size *= 4

@@ -70,8 +70,3 @@ def test_the_exact_makespan_with_and_without_a_tier():
         for rates in (Tier.of_rates(1.0, 1.0), NEVER)
     ]
     assert found == [25, 27, 21, 24, 18, 21, 18, 18]
-
-
-def test_a_truncated_search_raises_an_error():
-    costs, rates = tiny_chain(1, 6)
-    assert exact_joint_makespan(costs, within(costs, 1), rates, 60, limit=3) is None

@@ -395,36 +395,6 @@ def test_on_a_stream_of_the_user(tmp_path: Path) -> None:
         assert a is not None and b is not None and torch.equal(a, b)
 
 
-def test_where_tensors_are_made_on_the_device_by_default() -> None:
-    torch.set_default_device(DEVICE)
-    try:
-        cell, x, h = Cell(), torch.randn(40, 32, 40), torch.zeros(32, 40)
-        plain = _trained(cell, x, h)
-        for options in ({"memory": 0.3}, {"tiers": ["pinned:1MiB"], "planner": "stream"}):
-            for a, b in zip(plain, _trained(cell, x, h, **options), strict=True):
-                assert a is not None and b is not None and torch.equal(a, b)
-    finally:
-        torch.set_default_device(None)
-
-
-def test_inputs_that_draw_on_the_device() -> None:
-    cell, h = Cell().to(DEVICE), torch.zeros(32, 40, device=DEVICE)
-    results = []
-    for options in ({"planner": "keep"}, {"memory": 0.3}):
-        cell.zero_grad(set_to_none=True)
-        torch.manual_seed(3)
-        draw = lambda t: torch.randn(32, 40, device=DEVICE)  # noqa: E731
-        out = mst.unroll(cell, h, draw, n_steps=40, **options)
-        assert out.plan is not None and (out.plan.planner == "keep") == ("planner" in options)
-        assert out.loss is not None
-        out.loss.backward()
-        results.append(
-            [out.loss.detach(), out.state.detach(), *(p.grad for p in cell.parameters())]
-        )
-    for a, b in zip(*results, strict=True):
-        assert a is not None and b is not None and torch.equal(a, b)
-
-
 class Move(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(x.to(DEVICE), 0.5)
