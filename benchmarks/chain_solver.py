@@ -103,7 +103,7 @@ def with_rockmate(costs: StageCosts, limit: int) -> dict[str, Any]:
         sequence = list(table.build_sequence(SLOTS - chain.cw[0]))
     except ValueError:
         return {"seconds": seconds, "makespan_s": None}
-    use = use_of(_actions(sequence, loss), costs)
+    use = use_of(_actions(sequence), costs)
     return {"seconds": seconds, "makespan_s": use.makespan_s, "peak_bytes": use.peak_bytes}
 
 
@@ -119,14 +119,14 @@ def _rockmate() -> Any:
     return importlib.import_module("rockmate.solvers.rk_rotor.csolver")
 
 
-def _actions(sequence: list[Any], loss: int) -> list[Action]:
+def _actions(sequence: list[Any]) -> list[Action]:
     actions: list[Action] = []
     live: int | None = 0
     saved: set[int] = set()
     for operation in sequence:
         kind = type(operation).__name__
         if kind == "SeqLoss":
-            actions += [Tape(loss), EndForward(), Reverse(loss)]
+            actions.append(EndForward())
             live = None
             continue
         i = operation.index

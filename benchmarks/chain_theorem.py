@@ -35,9 +35,7 @@ EXAMPLE: tuple[Action, ...] = (
     Save(2),
     Advance(2, 3),
     Tape(3),
-    Tape(4),
     EndForward(),
-    Reverse(4),
     Reverse(3),
     Load(2),
     Free(2),
@@ -78,14 +76,13 @@ def random_chain(seed: int, length: int, largest: int) -> StageCosts:
 
 def _bytes_of(items: set[tuple[str, int]], costs: StageCosts) -> int:
     """Return the bytes of items of table 1."""
-    s, loss = costs.stages, len(costs.stages)
-    total = 0
+    s, total = costs.stages, 0
     for kind, i in items:
         if kind == "A":
-            total += s[i - 1].tape_bytes if i <= loss else 0
+            total += s[i - 1].tape_bytes
         elif kind == "a" and ("A", i) not in items:
-            total += costs.input_bytes if i == 0 else s[i - 1].output_bytes if i <= loss else 0
-        elif kind == "d" and i <= loss:
+            total += s[i - 1].output_bytes if i else costs.input_bytes
+        elif kind == "d":
             total += costs.input_gradient_bytes if i == 0 else s[i - 1].gradient_bytes
     return total
 
@@ -97,8 +94,8 @@ def table_1(actions: Sequence[Action], costs: StageCosts) -> tuple[float, int]:
     ("d", i).  An operation takes its input, its output and its overhead; what it
     replaces goes, unless it is saved or state 0, which stays for the caller.
     """
-    s, loss = costs.stages, len(costs.stages)
-    held, saved, live = {("a", 0), ("d", loss + 1)}, {0}, 0
+    s = costs.stages
+    held, saved, live = {("a", 0)}, {0}, 0
     seconds, peak = 0.0, 0
 
     def run(stage: int, made: set[tuple[str, int]], over: int, took: float) -> None:
@@ -119,18 +116,17 @@ def table_1(actions: Sequence[Action], costs: StageCosts) -> tuple[float, int]:
                     leave(i)
                 live = stop
             case Tape(i):
-                stage = s[i] if i < loss else None
-                over, took = (stage.tape_overhead_bytes, stage.forward_s) if stage else (0, 0.0)
-                run(i + 1, {("A", i + 1)}, over, took)
+                run(i + 1, {("A", i + 1)}, s[i].tape_overhead_bytes, s[i].forward_s)
                 live = i + 1
+            case EndForward():
+                run(live, {("d", live)}, 0, 0.0)
+                leave(live)
             case Reverse(i):
-                stage = s[i] if i < loss else None
-                over, took = (
-                    (stage.backward_overhead_bytes, stage.backward_s) if stage else (0, 0.0)
-                )
+                if ("A", i + 1) not in held:
+                    run(i + 1, {("A", i + 1)}, s[i].tape_overhead_bytes, s[i].forward_s)
                 if live == i + 1:  # what the tape led to is in it
                     held.discard(("a", live))
-                run(i + 1, {("d", i)}, over, took)
+                run(i + 1, {("d", i)}, s[i].backward_overhead_bytes, s[i].backward_s)
                 held -= {("d", i + 1), ("A", i + 1)}
                 leave(i)
             case Save(i):

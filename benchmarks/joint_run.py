@@ -256,7 +256,7 @@ def _sends_all(chain: mst.Sequential) -> bool:
     fates = next(extremes(true))
     if math.isinf(core.judge(fates)):
         return False
-    actions = tuple(actions_of_laid(core.lay_out(fates), table))
+    actions = tuple(actions_of_laid(core.lay_out(fates), table, inside=plan.tier.tapes))
     use = use_of(actions, plan.costs, [plan.tier])
     anew = replace(plan, actions=actions, makespan_s=use.makespan_s, peak_bytes=use.peak_bytes)
     for variants in state.known.values():

@@ -21,11 +21,10 @@ class Judge:
 
     def __init__(self, costs, rates, slower=(1.0, 1.0)):
         self.costs, self.rates, self.slower = costs, rates, slower
-        self.loss = len(costs.stages)
         self.saved, self.tapes, self.landing = set(), set(), set()
         self.pinned = set()  # inputs of tapes, apart from the tape before
         self.late = set()  # tapes made in the reverse sweep, which hold their inputs
-        self.live, self.adjoint = 0, self.loss + 1
+        self.live, self.adjoint = 0, None
         self.now = self.waited = 0.0
         self.busy = [0.0, 0.0]
         self.done, self.tokens = {}, []
@@ -34,15 +33,15 @@ class Judge:
     def state(self, i):
         if i == 0:
             return self.costs.input_bytes
-        return self.costs.stages[i - 1].output_bytes if i <= self.loss else 0
+        return self.costs.stages[i - 1].output_bytes
 
     def gradient(self, i):
-        if i == 0:
-            return self.costs.input_gradient_bytes
-        return self.costs.stages[i - 1].gradient_bytes if i <= self.loss else 0
+        if i is None:
+            return 0
+        return self.costs.stages[i - 1].gradient_bytes if i else self.costs.input_gradient_bytes
 
     def of(self, i, name):
-        return getattr(self.costs.stages[i], name) if i < self.loss else 0
+        return getattr(self.costs.stages[i], name)
 
     def size(self, thing):
         i, tape = thing
@@ -108,7 +107,9 @@ class Judge:
                     self.now -= self.of(i, "spared_s")
                 self.live = i + 1
             case Reverse(i):
-                assert self.ended and i in self.tapes and i == self.adjoint - 1, action
+                assert self.ended and i == self.adjoint - 1, action
+                if i not in self.tapes:
+                    self.apply(Tape(i))
                 if self.live == i + 1:
                     self.live = None
                 assert self.at_hand(i), action
@@ -150,6 +151,8 @@ class Judge:
             case Drop(i, _, tape):
                 self.tier.remove((i, tape))
             case EndForward():
-                self.ended = True
+                assert self.live == len(self.costs.stages) and not self.ended
+                self.at_peak(self.gradient(self.live))
+                self.ended, self.adjoint, self.live = True, self.live, None
             case _:
                 raise AssertionError(action)

@@ -44,28 +44,28 @@ def small_chain(seed: int, length: int, largest: int = 9) -> StageCosts:
     return StageCosts(tuple(stages), draw.randint(0, largest), draw.randint(0, 3))
 
 
-def offload_all(loss: int) -> list[Action]:
+def offload_all(n: int) -> list[Action]:
     """Send every tape but the last to the tier, each evicted once the next is made."""
     actions: list[Action] = []
-    for i in range(loss):
+    for i in range(n):
         actions.append(Tape(i))
-        if i < loss - 1:
+        if i < n - 1:
             actions.append(Put(i, tape=True))
         if i:
             actions.append(Evict(i - 1, tape=True))
-    actions += [Tape(loss), EndForward(), Reverse(loss)]
-    token = loss - 1
-    for i in range(loss - 1, -1, -1):
+    actions.append(EndForward())
+    token = n - 1
+    for i in range(n - 1, -1, -1):
         if i:
             actions += [Get(i - 1, tape=True), Await(token)]
             token += 1
         actions.append(Reverse(i))
-        if i < loss - 1:
+        if i < n - 1:
             actions.append(Drop(i, tape=True))
     return actions
 
 
-# Five stages and the loss: state 1 to the tier, stages 1 and 2 run again, tape 3 to the
+# Five stages: state 1 to the tier, stages 1 and 2 run again, tape 3 to the
 # tier with state 3 beside it.
 MIXED: list[Action] = [
     Advance(0, 1),
@@ -79,9 +79,7 @@ MIXED: list[Action] = [
     Tape(4),
     Evict(3, tape=True),
     Get(3, tape=True),
-    Tape(5),
     EndForward(),
-    Reverse(5),
     Await(2),
     Reverse(4),
     Reverse(3),

@@ -247,10 +247,6 @@ class Stages:
     ----------
     plan : ChainPlan
         With a tier and a limit.
-    rules : callable
-        Makes the legality machine of what is performed.
-    performed : callable
-        Returns what is performed of some actions of a chain and its loss.
     inside : bool
         Whether a state can be taken out of a tape that includes it.
 
@@ -266,17 +262,9 @@ class Stages:
         The most memory of a sweep that left its tier.
     """
 
-    def __init__(
-        self,
-        plan: ChainPlan,
-        rules: Callable[[], Rules],
-        performed: Callable[[Iterable[Action]], Iterable[Action]],
-        *,
-        inside: bool,
-    ) -> None:
+    def __init__(self, plan: ChainPlan, *, inside: bool) -> None:
         assert plan.tier is not None and plan.memory_bytes is not None
-        self.plan, self._make_rules, self._performed = plan, rules, performed
-        self._inside, self._tier = inside, plan.tier
+        self.plan, self._inside, self._tier = plan, inside, plan.tier
         self._rests: Rests | None = None
         n = len(plan.costs.stages)
         self.ask_s = _PER_STAGE_S * n + _PER_PAIR_S * n * n
@@ -357,7 +345,7 @@ class Stages:
         self.writes = elsewhere.moved(action).is_write
         elsewhere.abandon(sweep)
         sweep.hold(rest.saved, rest.tapes)
-        return self._performed(rest.actions)
+        return rest.actions
 
     def _slower(self, action: Wait | Offer, sweep: Sweep) -> float:
         """Return how many times slower than planned the tier is now, and the machine is not."""
@@ -383,7 +371,7 @@ class Stages:
             tried = deepcopy(here, {id(here.memory.costs): here.memory.costs})
             try:
                 tried.leave(rest.saved, rest.tapes, stuck)
-                for each in self._performed(rest.actions):
+                for each in rest.actions:
                     tried.apply(each, None)
                 tried.finish()
             except ScheduleError:
@@ -395,8 +383,8 @@ class Stages:
 
     def _so_far(self, action: Action) -> Rules:
         """Return the legality machine before an action, as if no transfer had failed."""
-        rules = self._make_rules()
-        for each in self._performed(self.plan.actions):
+        rules = Rules.in_bytes(self.plan.costs, self.plan.memory_bytes)
+        for each in self.plan.actions:
             if each == action:
                 break
             rules.apply(each, rules.usual_answer(each))
@@ -434,7 +422,7 @@ def _forward_s(plan: ChainPlan, action: Action) -> float:
     stages = plan.costs.stages
     if isinstance(action, Advance):
         return sum(stage.forward_s for stage in stages[action.start : action.stop])
-    if isinstance(action, Tape) and action.step < len(stages):
+    if isinstance(action, Tape):
         return stages[action.step].forward_s
     return 0.0
 

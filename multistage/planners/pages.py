@@ -150,8 +150,7 @@ def course_of(plan: Plan) -> tuple[Course, Simulation]:
                 busy_s = reads.pop(token, 0.0)
             case Offer(_, tier) | Put(_, tier) if answer is not None:
                 busy_s = overheads[tier][0]
-        if not (isinstance(action, Tape | Reverse) and action.step == plan.n_steps):  # the loss
-            course.apply(action, answer, min(now, start_s), now)
+        course.apply(action, answer, min(now, start_s), now)
         if isinstance(action, Await | Put | Evict) and now - busy_s > start_s + 1e-12 * now:
             course.wait(start_s, now - busy_s)
         before = now

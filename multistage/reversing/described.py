@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..actions import Schedule
 from ..planners.chain.heterogeneous import ChainPlan
-from ..planners.chain.memory import performed
 from ..planners.uniform import UniformPlan
 from ..schedule.rules import check
 
@@ -16,13 +14,13 @@ def described(chain: ChainPlan) -> UniformPlan:
     """Return a plan of unequal steps as a `UniformPlan`, its costs the means over the steps."""
     n, means = chain.n_steps, chain.costs.mean(chain.tiers)
     state_bytes = means.state_bytes
-    used = check(schedule_of(chain), n, 4 * n + 8, state_is_tape=True)
+    used = check(chain.schedule(), n, 4 * n + 8, state_is_tape=True)
     plan = UniformPlan(
         planner=f"unequal, {chain.planner}",
         n_steps=n,
         slots=math.ceil(used.peak_slots) + 1,
         costs=means,
-        make=lambda: schedule_of(chain),
+        make=chain.schedule,
         makespan_s=chain.makespan_s,
         lower_bound_s=chain.plain_s,
         forward_steps=used.forward_steps,
@@ -32,8 +30,3 @@ def described(chain: ChainPlan) -> UniformPlan:
         note=f"{chain.summary()}; step times and sizes shown are means over the steps",
     )
     return replace(plan, seal=plan._vouched())
-
-
-def schedule_of(chain: ChainPlan) -> Schedule:
-    """Yield the actions of a plan as an executor performs them."""
-    yield from performed(chain.actions, len(chain.costs.stages))

@@ -36,7 +36,6 @@ from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..planners.chain.heterogeneous import ChainPlan
 from ..planners.chain.joint_core import require_core
-from ..planners.chain.memory import performed
 from ..planners.chain.pieces import PersistentPlanner, chain_plan, survey
 from ..planners.uniform import UniformPlan
 from ..schedule.rules import Rules
@@ -45,7 +44,7 @@ from ..states.in_place import VariedStates
 from ..states.layout import Layout
 from ..support.progress import Bars
 from .arguments import Arguments, one_tape
-from .described import described, schedule_of
+from .described import described
 from .opened import OpenStores
 from .streamed import (
     MOST_STREAMED,
@@ -248,8 +247,7 @@ class Unequal(Generic[State, Adjoint]):
             # All may be waiting: a plan counts on no write but that of what it evicts.
             store.queue_depth = max(store.queue_depth, written)
             self.tier = store
-            actions = partial(performed, n_steps=len(costs.stages))
-            self.late = Late(Stages(self.chain_plan, self.rules, actions, inside=False))
+            self.late = Late(Stages(self.chain_plan, inside=False))
 
     def forget(self) -> None:
         """Release a plan that does not hold; the next sweep is surveyed."""
@@ -268,7 +266,7 @@ class Unequal(Generic[State, Adjoint]):
             What runs it.
         """
         if self.chain_plan is not None and is_last is None:
-            return schedule_of(self.chain_plan)
+            return self.chain_plan.schedule()
         if is_last is None:
             is_last = self._is_last
         seen, chain = self.metered.seen, self._chain
@@ -286,12 +284,7 @@ class Unequal(Generic[State, Adjoint]):
         """Return the machine that judges the actions of the plan, byte by byte."""
         plan = self.chain_plan
         assert plan is not None
-        # The adjoint of the last state is the caller's, who makes it after the forward sweep:
-        # the machine would count it from the first step on.
-        stages = plan.costs.stages
-        last = replace(stages[-1], gradient_bytes=0)
-        costs = replace(plan.costs, stages=(*stages[:-1], last))
-        return Rules.in_bytes(costs, len(stages), plan.memory_bytes, recovers=True)
+        return Rules.in_bytes(plan.costs, plan.memory_bytes, recovers=True)
 
     def judges(self, *, online: bool) -> bool:
         """Whether every action is judged before it is performed."""

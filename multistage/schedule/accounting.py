@@ -3,7 +3,8 @@
 What is resident is
 
 * state 0, which belongs to the caller, all the time;
-* the gradient of the state that the adjoint has reached, that of the last from the start;
+* the gradient of the state that the adjoint has reached: of the last from `EndForward` on,
+  which the caller computes from the last state, whose bytes are no longer counted;
 * each tape, from its `Tape` or its `Get` to its `Reverse` or its `Evict`.  The tape of
   a stage includes the state that the stage makes, not the one it starts from;
 * each state outside of a tape while it is live, saved, landing, or the input of a held
@@ -28,6 +29,7 @@ from ..actions import (
     Answer,
     Await,
     Drop,
+    EndForward,
     Evict,
     Free,
     Get,
@@ -56,7 +58,6 @@ class Transfer:
 class Judged(Protocol):
     """What the accounting looks at of the machine that judges; see `Rules`."""
 
-    n_steps: int | None
     recovers: bool
     live: int | None
     adjoint: int | None
@@ -78,8 +79,6 @@ class _Buffer:
 @dataclass(slots=True)
 class ByteAccounting:
     """Bytes in fast memory while a schedule runs; `Rules` asks before each action and tells after.
-
-    The loss is stage `len(costs.stages)`, without size.
 
     Attributes
     ----------
@@ -113,19 +112,15 @@ class ByteAccounting:
 
     def __post_init__(self) -> None:
         costs, stages = self.costs, self.costs.stages
-        self.state = [costs.input_bytes, *(s.output_bytes for s in stages), 0]
-        self.gradient = [costs.input_gradient_bytes, *(s.gradient_bytes for s in stages), 0]
-        self.tape = [*(s.tape_bytes for s in stages), 0]
-        self.advance = [*(s.forward_overhead_bytes for s in stages), 0]
-        self.taping = [*(s.tape_overhead_bytes for s in stages), 0]
-        self.reverse = [*(s.backward_overhead_bytes for s in stages), 0]
+        self.state = [costs.input_bytes, *(s.output_bytes for s in stages)]
+        self.gradient = [costs.input_gradient_bytes, *(s.gradient_bytes for s in stages)]
+        self.tape = [s.tape_bytes for s in stages]
+        self.advance = [s.forward_overhead_bytes for s in stages]
+        self.taping = [s.tape_overhead_bytes for s in stages]
+        self.reverse = [s.backward_overhead_bytes for s in stages]
         self.first = _Buffer(costs.input_bytes)
-
-    def begin(self, n_steps: int) -> None:
-        """Start a sweep over the first `n_steps` stages: its input, and its last gradient."""
         self.live = self._share(self.first)
-        self.saved, self.tapes, self.starts, self.late = {}, {}, {}, set()
-        self.resident_bytes = self.peak_bytes = self.state[0] + self.gradient[n_steps]
+        self.resident_bytes = self.peak_bytes = costs.input_bytes
 
     def bytes_of(self, item: int) -> int:
         """Return the size of a state, or of a tape, which is `~step`."""
@@ -157,9 +152,8 @@ class ByteAccounting:
             elif transfer.staged or self.saved.get(item) not in self.tapes.values():
                 moving += self.state[item]
         kept = sum(self.tape[step] for step in tapes)
-        reached = rules.n_steps if rules.adjoint is None else rules.adjoint
-        assert reached is not None
-        states = self.resident_bytes - self.gradient[reached] - kept - moving
+        gradient = 0 if rules.adjoint is None else self.gradient[rules.adjoint]
+        states = self.resident_bytes - gradient - kept - moving
         return {"tapes": kept, "states": max(0, states), "in flight": moving}
 
     def needed(self, action: Action, rules: Judged) -> int:
@@ -177,11 +171,13 @@ class ByteAccounting:
                 return resident + self.tape[step] + max(self.taping[step], beside)
             case Offer(step) | Put(step):
                 staged = not action.tape and step not in rules.held
-                return resident + (self.state[step] if staged else 0)
+                resident += self.state[step] if staged else 0
             case Get(step):
-                return resident + (self.tape if action.tape else self.state)[step]
+                resident += (self.tape if action.tape else self.state)[step]
+            case EndForward():
+                resident += self.gradient[-1]
             case Load(step) if step in rules.unread:
-                return resident + self.state[step]
+                resident += self.state[step]
         return resident
 
     def _along(self, start: int, stop: int) -> int:
@@ -208,6 +204,10 @@ class ByteAccounting:
                 self._go_on(self._share(made))
             case Reverse(step):
                 self._reverse(step, rules)
+            case EndForward():
+                rules.live = None
+                self._go_on(None)
+                self.resident_bytes += self.gradient[-1]
             case Save(step):
                 assert self.live is not None
                 self.saved[step] = self._share(self.live)

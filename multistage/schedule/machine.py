@@ -375,19 +375,16 @@ class Rules:
     def in_bytes(
         cls,
         costs: StageCosts,
-        n_steps: int | None = None,
         memory_bytes: int | None = None,
         tier_bytes: Mapping[int, int] | None = None,
         *,
         recovers: bool = False,
     ) -> Self:
-        """Return a machine that counts bytes, for the stages of `costs` and the loss.
+        """Return a machine that counts bytes, for the stages of `costs`.
 
         Parameters
         ----------
         costs : StageCosts
-        n_steps : int, optional
-            Steps to reverse: all stages, with the loss (if None) or without.
         memory_bytes : int, optional
             State 0 included; None for no limit.
         tier_bytes : mapping, optional
@@ -395,21 +392,14 @@ class Rules:
         recovers : bool
             As for `Rules`.
         """
-        stages = len(costs.stages)
-        n_steps = stages + 1 if n_steps is None else n_steps
-        if n_steps not in (stages, stages + 1):
-            raise ArgumentError(
-                f"n_steps={n_steps} but the costs have {stages} stages and the loss, which may be "
-                "left out"
-            )
         memory = ByteAccounting(costs, memory_bytes)
-        memory.begin(n_steps)
         if memory_bytes is not None and memory.resident_bytes > memory_bytes:
             raise ArgumentError(
-                f"memory_bytes={memory_bytes} < {memory.resident_bytes} bytes of the chain's input "
-                "and of the last gradient; raise the limit"
+                f"memory_bytes={memory_bytes} < {memory.resident_bytes} bytes of the chain's "
+                "input; raise the limit"
             )
         limits = dict(tier_bytes or {})
+        n_steps = len(costs.stages)
         return cls(n_steps, math.inf, 0.0, limits, recovers=recovers, memory=memory)
 
     def expect(self, action: Offer | Await | Evict) -> None:

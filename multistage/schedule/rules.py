@@ -5,7 +5,7 @@ The rules, enforced by `Rules` and nowhere else:
 1. One live state exists at a time.  `Advance`, `Tape` and a `Reverse` without
    a tape need the live state of their step; `Reverse` without a tape uses it up.
 2. Adjoint steps run n-1, n-2, ..., 0, all after the one `EndForward`, at
-   which state n is live.
+   which state n is live.  The loss is the caller's, and so are the bytes of that state.
 3. A fast slot is taken by `Save` and `Get`, and by an accepted `Offer` or
    `Put` of a state that no slot holds (a staging slot, given back by its
    `Await`).  `Free` gives a saved or read slot back.
@@ -31,7 +31,8 @@ The rules, enforced by `Rules` and nowhere else:
 Room is counted in one of two ways.  In slots, as above: steps are alike, and a tape
 serves by itself.  In bytes (`accounting`): stages differ, a tape includes the state that
 its stage makes, so `Load` finds it there, and a held tape pins the state it starts from,
-so `Reverse` needs both.  A tape made after `EndForward` stays in fast memory, as does the
+so `Reverse` needs both.  (Operators whose tapes cannot be looked into need a `Save` too: it
+takes no bytes besides.)  A tape made after `EndForward` stays in fast memory, as does the
 state it starts from, until its `Reverse`: neither its `Put` nor an `Evict` gives room back.
 """
 
@@ -125,8 +126,7 @@ def check(
     schedule : generator or iterable of actions
         Consumed to its end.
     n_steps : int or None
-        Steps to reverse, at least 1; None if the schedule decides.  With `costs`:
-        the stages and the loss (also if None), or the stages alone.
+        Steps to reverse, at least 1; None if the schedule decides, or `costs` do.
     slots : float
         Fast slots it may take (staging and landing slots included).
     tape_slots : float
@@ -162,12 +162,12 @@ def check(
     >>> used.forward_steps
     1
 
-    A chain of two stages and the loss; the first tape goes to the tier and comes back:
+    A chain of two stages; the first tape goes to the tier and comes back:
 
     >>> from multistage.model.stages import Stage
     >>> costs = StageCosts.uniform(2, Stage("a", 1.0, 2.0, output_bytes=10, tape_bytes=30), 5)
-    >>> there = [Tape(0), Put(0, tape=True), Tape(1), Evict(0, tape=True), Tape(2), EndForward()]
-    >>> back = [Reverse(2), Get(0, tape=True), Await(1), Reverse(1), Reverse(0)]
+    >>> there = [Tape(0), Put(0, tape=True), Tape(1), Evict(0, tape=True), EndForward()]
+    >>> back = [Get(0, tape=True), Await(1), Reverse(1), Reverse(0)]
     >>> back += [Drop(0, tape=True)]
     >>> check([*there, *back], costs=costs, memory_bytes=85).peak_bytes
     85
@@ -213,7 +213,9 @@ def byte_rules(
     if memory_bytes is not None:
         memory_bytes = whole(memory_bytes, "memory_bytes")
     limits = _capacities("tier_bytes", tier_bytes, "bytes")
-    return Rules.in_bytes(costs, n_steps, memory_bytes, limits)
+    if n_steps not in (None, len(costs)):
+        raise ArgumentError(f"n_steps={n_steps} but the costs have {len(costs)} stages")
+    return Rules.in_bytes(costs, memory_bytes, limits)
 
 
 def _capacities(name: str, given: dict[int, int] | None, unit: str) -> dict[int, int]:

@@ -104,7 +104,7 @@ def simulate(
     schedule : generator or iterable of actions
         Consumed to its end.
     n_steps : int or None
-        Of stages that differ: those and the loss (also if None), or those alone.
+        None if the schedule decides, or costs of stages that differ.
     costs : Costs or StageCosts
         Its tiers are addressed by the actions' tier index.
     slots : float
@@ -143,12 +143,12 @@ def simulate(
     >>> simulate([Tape(0), EndForward(), Reverse(0)], 1, costs, slots=0).makespan_s
     3.0
 
-    A chain of two stages and the loss; the first tape goes to a tier and comes back:
+    A chain of two stages; the first tape goes to a tier and comes back:
 
     >>> from multistage.model.stages import Stage
     >>> costs = StageCosts.uniform(2, Stage("a", 1.0, 2.0, output_bytes=10, tape_bytes=30), 5)
-    >>> there = [Tape(0), Put(0, tape=True), Tape(1), Evict(0, tape=True), Tape(2), EndForward()]
-    >>> back = [Reverse(2), Get(0, tape=True), Await(1), Reverse(1), Reverse(0)]
+    >>> there = [Tape(0), Put(0, tape=True), Tape(1), Evict(0, tape=True), EndForward()]
+    >>> back = [Get(0, tape=True), Await(1), Reverse(1), Reverse(0)]
     >>> back += [Drop(0, tape=True)]
     >>> run = simulate([*there, *back], None, costs, tiers=[Tier.of_rates(15.0, 30.0)])
     >>> run.makespan_s, run.stall_s, run.peak_bytes

@@ -238,7 +238,6 @@ class VirtualTime:
         "_channels",
         "_done",
         "_each",
-        "_loss",
         "_memory",
         "_rules",
         "_state_bytes",
@@ -263,13 +262,12 @@ class VirtualTime:
         self._memory: ByteAccounting | None = rules.memory
         self._alike: _Seconds | None = None
         self._each: Sequence[_Seconds] = ()
-        self._loss, self._action_s, self._state_bytes = math.inf, 0.0, 0
+        self._action_s, self._state_bytes = 0.0, 0
         if isinstance(costs, Costs):
             self._alike = _Seconds.of_steps(costs)
             self._action_s, self._state_bytes = costs.action_s, costs.state_bytes
         else:
-            none = _Seconds(0.0, 0.0, 0.0, 0.0, 0.0)
-            self._each, self._loss = [*map(_Seconds.of_stage, costs.stages), none], len(costs)
+            self._each = [*map(_Seconds.of_stage, costs.stages)]
         self._done: dict[int, tuple[float, float]] = {}  # token: time, overhead to pay at its Await
         self._tapes: set[int] = set()
         self.now = self.stall_s = self.end_forward_s = 0.0
@@ -301,8 +299,7 @@ class VirtualTime:
         begin, start = self.now, action.start
         count = action.stop - start
         self.now = begin + count * (self._alike or self._each[start]).forward
-        if start < self._loss:
-            self.forward_steps += count
+        self.forward_steps += count
         if self._timeline is not None:
             self._timeline.add("compute", "forward", begin, self.now, first=start, count=count)
         return None
@@ -312,8 +309,7 @@ class VirtualTime:
         seconds = self._alike or self._each[step]
         at_once = self._rules.adjoint == step + 1
         self.now = begin + (seconds.taping_at_once if at_once else seconds.taping)
-        if step < self._loss:
-            self.forward_steps += 1
+        self.forward_steps += 1
         self._tapes.add(step)
         if self._timeline is not None:
             self._timeline.add("compute", "forward", begin, self.now, first=step)
@@ -327,6 +323,7 @@ class VirtualTime:
             self.now = begin + seconds.reverse
         else:
             self.now = begin + seconds.turn
+            self.forward_steps += self._alike is None  # where steps are alike, it is not counted
         if self._timeline is not None:
             self._timeline.add("compute", "reverse", begin, self.now, first=step)
         return None

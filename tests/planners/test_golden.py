@@ -179,41 +179,41 @@ STATES = Tier.of_rates(20.0, 20.0, tapes=False)
 # Planner, costs, bytes, tier; actions.
 CHAINS = """
 optimal EQUAL 100 -
-    0>2 T2 T3 T4 |
-    R4 R3 R2 L0 T0 T1 R1 R0
+    0>2 T2 T3 |
+    R3 R2 L0 T0 R1 R0
 optimal VARIED 145 -
-    0>2 T2 T3 T4 |
-    R4 R3 R2 L0 0>1 T1 R1 L0 T0 R0
+    0>2 T2 T3 |
+    R3 R2 L0 0>1 R1 L0 R0
 revolve EQUAL 90 -
-    0>1 S1 1>2 S2 2>3 S3 3>4 T4 |
-    R4 L3 F3 T3 R3 L2 F2 T2 R2 L1 F1 T1 R1 L0 T0 R0
+    0>1 S1 1>2 S2 2>3 S3 3>4 |
+    L3 F3 R3 L2 F2 R2 L1 F1 R1 L0 R0
 revolve VARIED 200 -
-    0>1 S1 1>2 S2 2>3 S3 3>4 T4 |
-    R4 L3 F3 T3 R3 L2 F2 T2 R2 L1 F1 T1 R1 L0 T0 R0
+    0>1 S1 1>2 S2 2>3 S3 3>4 |
+    L3 F3 R3 L2 F2 R2 L1 F1 R1 L0 R0
 periodic EQUAL 100 -
-    0>2 T2 T3 T4 |
-    R4 R3 R2 L0 T0 T1 R1 R0
+    0>2 T2 T3 |
+    R3 R2 L0 T0 R1 R0
 periodic VARIED 200 -
-    0>2 T2 T3 T4 |
-    R4 R3 R2 L0 T0 T1 R1 R0
+    0>2 T2 T3 |
+    R3 R2 L0 T0 R1 R0
 store-all EQUAL - -
-    T0 T1 T2 T3 T4 |
-    R4 R3 R2 R1 R0
+    T0 T1 T2 T3 |
+    R3 R2 R1 R0
 store-all VARIED - -
-    T0 T1 T2 T3 T4 |
-    R4 R3 R2 R1 R0
+    T0 T1 T2 T3 |
+    R3 R2 R1 R0
 optimal EQUAL 100 FAST
-    T0 P0t S1 P1 T1 P1t S2 E0t T2 E1 E1t T3 T4 |
-    R4 R3 G1t R2 F2 G1 G0t a3 a4 R1 F1 D1 D1t a5 R0 D0t
+    T0 P0t S1 P1 T1 P1t S2 E0t T2 E1 E1t T3 |
+    R3 G1t R2 F2 G1 G0t a3 a4 R1 F1 D1 D1t a5 R0 D0t
 optimal EQUAL 90 STATES
-    0>2 S2 P2 T2 T3 T4 |
-    R4 E2 R3 G2 a1 R2 F2 D2 L0 T0 T1 R1 R0
+    0>2 S2 P2 T2 T3 |
+    E2 R3 G2 a1 R2 F2 D2 L0 T0 R1 R0
 optimal VARIED 150 FAST
-    0>1 S1 P1 T1 P1t S2 E1 T2 E1t T3 T4 |
-    R4 R3 R2 F2 G1t G1 a2 a3 R1 F1 D1 D1t L0 T0 R0
+    0>1 S1 P1 T1 P1t S2 E1 T2 E1t T3 |
+    R3 R2 F2 G1t G1 a2 a3 R1 F1 D1 D1t L0 R0
 optimal VARIED 187 SLOW
-    T0 P0t 1>2 S2 T2 T3 T4 |
-    R4 E0t R3 G0t R2 F2 a1 L1 T1 R1 R0 D0t
+    T0 P0t 1>2 S2 T2 T3 |
+    E0t R3 G0t R2 F2 a1 L1 R1 R0 D0t
 """
 
 

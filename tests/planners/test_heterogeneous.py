@@ -358,12 +358,13 @@ def test_bad_input() -> None:
     ("actions", "message"),
     [
         ([Tape(1)], "live state is 0"),
-        ([Tape(0), Tape(1), EndForward(), Reverse(0)], "next adjoint step is 1"),
-        ([Tape(0), Tape(1), Reverse(0)], "before EndForward"),
+        ([Tape(0), EndForward(), Reverse(1)], "next adjoint step is 0"),
+        ([Tape(0), Reverse(0)], "before EndForward"),
         ([Load(1)], "nothing in fast memory holds"),
         ([Free(1)], "nothing in fast memory holds"),
         ([Tape(0), Load(0), Tape(0)], "already held"),
-        ([Advance(0, 2)], "ended with the adjoint"),
+        ([Advance(0, 1)], "ended with the adjoint"),
+        ([Tape(0), Tape(1)], r"Tape\(1\) goes past state 1"),
     ],
 )
 def test_illegal_schedules_are_refused(actions, message: str) -> None:

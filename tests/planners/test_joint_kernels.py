@@ -77,7 +77,7 @@ def test_the_kernels_find_what_they_found(seed, found, improved, crossed):
         assert core.judge(each) == seconds
         if seconds < np.inf:
             laid = core.lay_out(each)
-            judge = Judge(costs, rates).run(actions_of_laid(laid, table))
+            judge = Judge(costs, rates).run(actions_of_laid(laid, table, inside=rates.tapes))
             assert judge.now == pytest.approx(laid.seconds, rel=1e-12)
             assert judge.waited == pytest.approx(laid.waited_s, abs=1e-9)
             assert judge.peak <= limit + costs.input_bytes

@@ -45,9 +45,9 @@ def test_a_plan_comes_back_from_json(tmp_path: Path, planner: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("format", "multistage-chain-plan-3", "no plan of stages: 'memory_bytes' is missing"),
+        ("format", "multistage-chain-plan-4", "no plan of stages: 'memory_bytes' is missing"),
         ("format", "multistage-plan-0", "'format' must be 'multistage-plan-1' or 'multi"),
-        ("format", "multistage-chain-plan-2", "not 'multistage-chain-plan-2'"),
+        ("format", "multistage-chain-plan-3", "not 'multistage-chain-plan-3'"),
         ("planner", "mine", "planner 'mine' is none of store-all"),
         ("planner", ["revolve"], "is none of"),
         ("slots", -1, "slots=-1"),

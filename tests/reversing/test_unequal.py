@@ -22,21 +22,6 @@ from multistage import (
     InPlaceChain,
     Reversal,
     StageCosts,
-    check,
-)
-from multistage.actions import (
-    Advance,
-    Await,
-    Drop,
-    EndForward,
-    Evict,
-    Free,
-    Get,
-    Load,
-    Put,
-    Reverse,
-    Save,
-    Tape,
 )
 from multistage.backends import FileStore, MemoryStore, Store
 from multistage.backends.testing import FaultyStore
@@ -52,7 +37,6 @@ from multistage.execute.metered import Metered, of_chain
 from multistage.model.stages import Stage
 from multistage.model.tier import Tier
 from multistage.planners.chain.heterogeneous import smallest_memory
-from multistage.planners.chain.memory import performed
 from multistage.reversing import streamed, unequal, uniform
 from multistage.reversing.unequal import Unequal, largest_state
 from multistage.states.layout import Layout
@@ -217,19 +201,6 @@ def test_checked_counts_the_last_gradient_from_the_reverse_sweep_on(kind: str) -
         tier = MemoryStore(buffer_bytes=0)
         with Reversal(case.chain(), costs=costs, memory="1 slots", tiers=tier, checked=True) as run:
             assert swept(run, case) == case.store_all()
-
-
-def test_a_state_saved_already_is_not_saved_again_beside_its_tape() -> None:
-    there = [Advance(0, 1), Save(1), Advance(1, 2), Save(2), Put(2), Tape(2), Evict(2), Tape(3)]
-    back = [Tape(4), EndForward(), Reverse(4), Reverse(3), Get(2)]
-    # While the read is awaited, tape 0 is made again; from then on it holds state 1.
-    back += [Load(0), Tape(0), Await(1), Load(0), Free(1), Reverse(2), Free(2), Drop(2)]
-    back += [Load(1), Tape(1), Reverse(1), Reverse(0)]
-    stage = Stage("", 1.0, 2.0, 10, 30)
-    check([*there, *back], costs=StageCosts.uniform(4, stage, 10))
-    found = list(performed([*there, *back], 4))
-    check(found, 4)
-    assert found.count(Save(1)) == found.count(Free(1)) == 1
 
 
 # --------------------------------------------------------------------- what is refused

@@ -54,9 +54,9 @@ class Memory:
     """What is in memory, found by following references; nothing is counted along the way."""
 
     def __init__(self, costs: StageCosts) -> None:
-        self.costs, self.n = costs, len(costs.stages) + 1
-        self.states = [costs.input_bytes, *(s.output_bytes for s in costs.stages), 0]
-        self.tape_bytes = [*(s.tape_bytes for s in costs.stages), 0]
+        self.costs, self.n = costs, len(costs.stages)
+        self.states = [costs.input_bytes, *(s.output_bytes for s in costs.stages)]
+        self.tape_bytes = [s.tape_bytes for s in costs.stages]
         self.first = Buffer(costs.input_bytes, 0)
         self.live: Buffer | None = self.first
         self.saved: dict[int, Buffer] = {}
@@ -70,9 +70,10 @@ class Memory:
         held |= {tape.start for tape in self.tapes.values() if tape.start}
         held |= {entry[3] for entry in self.queue if entry and entry[0] == "staged"}
         held |= {self.live} if self.live else set()
-        stages = self.costs.stages
-        gradients = [self.costs.input_gradient_bytes, *(s.gradient_bytes for s in stages), 0]
-        return sum(b.nbytes for b in held) + gradients[self.n if self.todo is None else self.todo]
+        gradients = [self.costs.input_gradient_bytes]
+        gradients += [stage.gradient_bytes for stage in self.costs.stages]
+        gradient = 0 if self.todo is None else gradients[self.todo]
+        return sum(b.nbytes for b in held) + gradient
 
     def under_way(self, is_tape: bool, step: int) -> list[int]:
         queue = enumerate(self.queue)
@@ -158,7 +159,7 @@ class Memory:
                 self.tier.remove((is_tape, step))
             case EndForward():
                 need(self.todo is None and live == self.n)
-                self.todo = self.n
+                self.todo, self.live = self.n, None
 
     def _is_staged(self, token: int) -> bool:
         entry = self.queue[token]
@@ -232,7 +233,7 @@ def test_an_action_left_out_is_caught_in_slots_too(
     actions: list[Action], costs: StageCosts
 ) -> None:
     """But for a tape reversed at once, which `Reverse` makes by itself."""
-    n = len(costs.stages) + 1
+    n = len(costs.stages)
     check(actions, n, 99)
     for k, gone in enumerate(actions):
         if isinstance(gone, Tape) and actions[k + 1] == Reverse(gone.step):
@@ -270,7 +271,7 @@ def test_random_actions_are_judged_and_counted_as_by_the_oracle(seed: int) -> No
     for walk in range(12):
         costs = small_chain(100 * seed + walk, draw.randint(1, 4))
         rules, memory = Rules.in_bytes(costs), Memory(costs)
-        n = len(costs.stages) + 1
+        n = len(costs.stages)
         for _ in range(400):
             action = possible(draw, n, rules.next_token)
             answer = rules.next_token if isinstance(action, Put | Get) else None
@@ -348,8 +349,7 @@ def test_a_tier_counts_bytes() -> None:
 
 def test_a_tape_needs_the_state_it_starts_from() -> None:
     costs = small_chain(3, 2)
-    gone = [Tape(0), Put(0, tape=True), Tape(1), Evict(0, tape=True), Tape(2), EndForward()]
-    gone += [Reverse(2)]
+    gone = [Tape(0), Put(0, tape=True), Tape(1), Evict(0, tape=True), EndForward()]
     with pytest.raises(ScheduleError, match=r"Reverse\(1\) but state 1, which it starts from"):
         check([*gone, Reverse(1)], costs=costs)
     back = [Get(0, tape=True), Reverse(1)]
@@ -374,7 +374,7 @@ def test_an_evicted_state_stays_while_a_tape_of_the_reverse_sweep_starts_from_it
     costs = StageCosts((Stage("a", 1, 1, 100, 130), Stage("b", 1, 1, 1, 7)))
     rules, memory = Rules.in_bytes(costs), Memory(costs)
     assert rules.memory is not None
-    first = [Advance(0, 1), Save(1), Put(1), Advance(1, 2), Tape(2), EndForward(), Reverse(2)]
+    first = [Advance(0, 1), Save(1), Put(1), Advance(1, 2), EndForward()]
     for action in (*first, Load(1), Tape(1), Evict(1)):
         rules.apply(action, 0 if isinstance(action, Put) else True)
         memory.apply(action)
@@ -389,7 +389,7 @@ def test_the_state_in_an_evicted_tape_stays_while_a_tape_of_the_reverse_sweep_st
     costs = StageCosts((Stage("a", 1, 1, 100, 130), Stage("b", 1, 1, 1, 7)))
     rules = Rules.in_bytes(costs)
     assert rules.memory is not None
-    first = [Tape(0), Put(0, tape=True), Advance(1, 2), Tape(2), EndForward(), Reverse(2)]
+    first = [Tape(0), Put(0, tape=True), Advance(1, 2), EndForward()]
     for action in (*first, Load(1), Tape(1), Evict(0, tape=True)):
         rules.apply(action, 0 if isinstance(action, Put) else True)
     assert rules.memory.resident_bytes == 100 + 7 + 1
@@ -397,7 +397,7 @@ def test_the_state_in_an_evicted_tape_stays_while_a_tape_of_the_reverse_sweep_st
 
 def test_a_tape_of_the_reverse_sweep_is_not_written() -> None:
     costs = StageCosts((Stage("a", 1, 1, 100, 130), Stage("b", 1, 1, 1, 7)))
-    late = [Advance(0, 2), Tape(2), EndForward(), Reverse(2), Load(0), Tape(0), Put(0, tape=True)]
+    late = [Advance(0, 2), EndForward(), Load(0), Tape(0), Put(0, tape=True)]
     with pytest.raises(ScheduleError, match="tape 0 was made in the reverse sweep"):
         check(late, costs=costs)
 
@@ -422,12 +422,12 @@ def test_a_transfer_that_fails_takes_its_copy_with_it(lost: int) -> None:
 def test_tapes_in_slots() -> None:
     """A tape beyond the first takes its slots from its Get to its Evict."""
     actions = offload_all(3)
-    assert check(actions, 4, 2, tape_slots=2.0).peak_slots == 2
+    assert check(actions, 3, 2, tape_slots=2.0).peak_slots == 2
     with pytest.raises(ScheduleError, match="needs 2 fast slot"):
-        check(actions, 4, 1, tape_slots=2.0)
-    assert check(actions, 4, 2, tape_slots=2.0, tier_slots={0: 4}).tier_peak == {0: 4}
+        check(actions, 3, 1, tape_slots=2.0)
+    assert check(actions, 3, 2, tape_slots=2.0, tier_slots={0: 4}).tier_peak == {0: 4}
     with pytest.raises(ScheduleError, match="is full: 2 of 3 states"):
-        check(actions, 4, 2, tape_slots=2.0, tier_slots={0: 3})
+        check(actions, 3, 2, tape_slots=2.0, tier_slots={0: 3})
     with pytest.raises(ScheduleError, match="only its latest tape, which cannot travel"):
         check([Tape(0), Put(0, tape=True)], 4, 2, one_tape=True)
 

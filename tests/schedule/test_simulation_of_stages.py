@@ -46,7 +46,7 @@ def spans(run, lane: str) -> list[tuple[float, float, int, int]]:
 def test_transfers_take_the_time_of_their_bytes_in_order() -> None:
     run = simulate(offload_all(3), None, COSTS, tiers=[TIER])
     # Tape 0 is written 1..5, tape 1 from 5 to 7; Evict(0) at 2 waits until 5, Evict(1) at 6
-    # until 7.  The loss takes no time; tape 1 is read 7..8 and awaited, tape 0 is issued
+    # until 7.  The loss takes no time here; tape 1 is read 7..8 and awaited, tape 0 is issued
     # after Reverse(2), at 9, and read until 11.
     assert spans(run, "write") == [(1.0, 5.0, 0, 40), (5.0, 7.0, 1, 20)]
     assert spans(run, "read") == [(7.0, 8.0, 1, 20), (9.0, 11.0, 0, 40)]
@@ -55,7 +55,7 @@ def test_transfers_take_the_time_of_their_bytes_in_order() -> None:
     assert (run.writes, run.reads, run.forward_steps) == (2, 2, 3)
     assert run.timeline.bytes["write"] == 60
     assert run.timeline.end_forward_s == 7.0
-    assert run.timeline.counts["forward"] == 4
+    assert run.timeline.counts["forward"] == 3
 
 
 def test_latency_and_one_channel_for_both_directions() -> None:
@@ -124,7 +124,7 @@ def test_bytes_over_time() -> None:
 def test_the_last_forward_is_spared_what_only_its_output_needs() -> None:
     stage = Stage("a", 2.0, 1.0, 10, 30, spared_s=0.5)
     costs = StageCosts((stage, stage), 10)
-    actions = [Tape(0), Save(1), Advance(1, 2), Tape(2), EndForward(), Reverse(2), Load(1)]
+    actions = [Tape(0), Save(1), Advance(1, 2), EndForward(), Load(1)]
     rest = [Free(1), Tape(1), Reverse(1), Reverse(0)]
     assert simulate([*actions, *rest], None, costs).makespan_s == 2 + 2 + 1.5 + 1 + 1
     turned = [Free(1), Reverse(1), Reverse(0)]
@@ -154,9 +154,11 @@ def test_a_run_of_stages_is_one_action_and_one_message() -> None:
     assert seen == [Advance(0, 1), Advance(1, 2), Advance(2, 3)]
 
 
-def test_a_schedule_may_leave_out_the_loss() -> None:
+def test_the_number_of_stages_is_that_of_the_costs() -> None:
     actions = [Tape(0), Tape(1), Tape(2), EndForward(), Reverse(2), Reverse(1), Reverse(0)]
     assert simulate(actions, 3, COSTS).makespan_s == 6.0
+    with pytest.raises(ArgumentError, match="n_steps=4 but the costs have 3 stages"):
+        simulate(actions, 4, COSTS)
 
 
 def test_uniform_tapes_travel_in_the_time_of_their_slots() -> None:

@@ -115,7 +115,7 @@ def offload_all(n: int) -> list[Action]:
         actions += [Tape(i), Put(i, tape=True)]
         if i:
             actions.append(Evict(i - 1, tape=True))
-    actions += [Evict(n - 1, tape=True), Tape(n), EndForward(), Reverse(n)]
+    actions += [Evict(n - 1, tape=True), EndForward()]
     actions += [Get(n - 1, tape=True)]
     for i in reversed(range(n)):
         if i:
@@ -161,7 +161,7 @@ def test_a_state_that_is_only_live_is_written() -> None:
     expected = results(plain := chain(), plain)
     model = chain()
     n, slow = len(model), ChainTier(store(), CPU, PAGE)
-    forward = [Advance(0, 3), Put(3), Advance(3, n), Await(0), Tape(n), EndForward(), Reverse(n)]
+    forward = [Advance(0, 3), Put(3), Advance(3, n), Await(0), EndForward()]
     upper = [Get(3), Await(1), *reversed_from(range(3, n), 3), Free(3), Drop(3)]
     actions = [*forward, *upper, *reversed_from(range(3), 0)]
     simulate(actions, None, StageCosts.uniform(n, Stage("", 1.0, 1.0, 1, 1)), tiers=(FAST,))
@@ -174,7 +174,7 @@ def test_a_state_that_is_only_live_is_written() -> None:
 def test_a_load_in_the_forward_sweep_is_refused() -> None:
     """What follows would start from a state without a graph, and lose gradients."""
     model = chain()
-    actions = [Advance(0, 1), Load(0), Advance(0, len(model)), Tape(len(model)), EndForward()]
+    actions = [Advance(0, 1), Load(0), Advance(0, len(model)), EndForward()]
     with pytest.raises(ScheduleError, match=r"action 1: Load\(0\) in the forward sweep"):
         results(model, run_with(model, actions, None))
 
@@ -183,8 +183,8 @@ def test_freeing_the_input_of_a_tape_whose_state_is_evicted_later_is_refused() -
     """Such a tape does not refer to its input: it would be made again."""
     model = chain()
     n, slow = len(model), ChainTier(store(), CPU, PAGE)
-    before = [Advance(0, 1), Save(1), Tape(1), Free(1), Advance(2, n), Tape(n), EndForward()]
-    after = [Reverse(n), Load(0), Advance(0, 1), Save(1), Put(1), Evict(1)]
+    before = [Advance(0, 1), Save(1), Tape(1), Free(1), Advance(2, n), EndForward()]
+    after = [Load(0), Advance(0, 1), Save(1), Put(1), Evict(1)]
     with pytest.raises(ScheduleError, match=r"action 3: Free\(1\) takes the input of tape 1"):
         results(model, run_with(model, [*before, *after], slow))
     assert slow.opened is None
@@ -237,11 +237,11 @@ def test_a_backward_that_writes_to_tensors_of_another_stage_is_found(by: str) ->
         results(model, model)
     actions = offload_all(2)
     if by == "a state in fast memory":
-        actions = [Tape(0), Put(0, tape=True), Save(1), Tape(1), Evict(0, tape=True), Tape(2)]
-        actions += [EndForward(), Reverse(2), Get(0, tape=True), Reverse(1), Await(1), Reverse(0)]
+        actions = [Tape(0), Put(0, tape=True), Save(1), Tape(1), Evict(0, tape=True)]
+        actions += [EndForward(), Get(0, tape=True), Reverse(1), Await(1), Reverse(0)]
     elif by == "a state and a tape":
         actions = [Tape(0), Put(0, tape=True), Save(1), Put(1), Evict(0, tape=True), Tape(1)]
-        actions += [Evict(1), Tape(2), EndForward(), Reverse(2), Get(1), Get(0, tape=True)]
+        actions += [Evict(1), EndForward(), Get(1), Get(0, tape=True)]
         actions += [Await(2), Await(3), Reverse(1), Free(1), Reverse(0)]
     slow = ChainTier(store(), CPU, PAGE)
     with pytest.raises(RuntimeError, match=INPLACE):
@@ -306,7 +306,7 @@ def test_random_chains_plans_and_faults(seed: int) -> None:
 
 # In the backward pass states and tapes are read, computed again, saved, made and released.
 EVERY_KIND: list[Action] = [Tape(0), Put(0, tape=True), Save(1), Put(1), Evict(0, tape=True)]
-EVERY_KIND += [Tape(1), Evict(1), Advance(2, 5), Tape(5), EndForward(), Reverse(5)]
+EVERY_KIND += [Tape(1), Evict(1), Advance(2, 5), EndForward()]
 EVERY_KIND += [Get(1), Await(2), Load(1), Advance(1, 2), Save(2), Advance(2, 4), Tape(4)]
 EVERY_KIND += [Reverse(4), Load(2), Advance(2, 3), Tape(3), Reverse(3), Load(2), Tape(2)]
 EVERY_KIND += [Reverse(2), Free(2), Get(0, tape=True), Reverse(1), Free(1), Drop(1)]
@@ -363,7 +363,7 @@ def test_memory_of_a_failed_read_is_not_reused_as_data() -> None:
     expected = results(model, model)
     slow = ChainTier(Flaky("read", lambda key: key == 1), CPU, PAGE)
     actions = [Tape(0), Put(0, tape=True), Save(1), Put(1), Evict(0, tape=True), Tape(1), Evict(1)]
-    actions += [Tape(2), EndForward(), Reverse(2), Get(1), Get(0, tape=True), Await(2), Await(3)]
+    actions += [EndForward(), Get(1), Get(0, tape=True), Await(2), Await(3)]
     actions += [Reverse(1), Free(1), Drop(1), Reverse(0), Drop(0, tape=True)]
     call = run_with(model, actions, slow)
     fetch = TierLane.fetch
@@ -398,7 +398,7 @@ def test_bytes_that_another_tape_is_bringing_are_not_used_before_they_came() -> 
     waits = Waits()
     slow = ChainTier(waits, CPU, PAGE)
     actions = [Tape(0), Put(0, tape=True), Save(1), Put(1), Evict(0, tape=True), Tape(1), Evict(1)]
-    actions += [Tape(2), EndForward(), Reverse(2), Get(0, tape=True), Get(1), Await(3)]
+    actions += [EndForward(), Get(0, tape=True), Get(1), Await(3)]
     actions += [Reverse(1), Free(1), Drop(1), Await(2), Reverse(0), Drop(0, tape=True)]
     call = run_with(model, actions, slow)
     handle = model[1].weight.register_hook(lambda _: waits.go.set())  # after its input was taken
@@ -414,7 +414,7 @@ def test_bytes_that_another_tape_is_bringing_are_waited_for() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(24, 24), nn.Sigmoid()), nn.Linear(24, 24))
     expected = results(model, model)
     actions = [Tape(0), Put(0, tape=True), Save(1), Put(1), Evict(0, tape=True), Tape(1), Evict(1)]
-    actions += [Tape(2), EndForward(), Reverse(2), Get(0, tape=True), Get(1), Await(3)]
+    actions += [EndForward(), Get(0, tape=True), Get(1), Await(3)]
     actions += [Reverse(1), Free(1), Drop(1), Await(2), Reverse(0), Drop(0, tape=True)]
     slow = ChainTier(store(), CPU, PAGE)
     assert same(results(model, run_with(model, actions, slow)), expected)
@@ -518,7 +518,7 @@ def test_a_write_to_saved_tensors_is_found() -> None:
     model = nn.Sequential(nn.Linear(24, 24), nn.Sigmoid(), Writes(), nn.Linear(24, 24))
     slow = ChainTier(store(), CPU, PAGE)
     actions = [Tape(0), Tape(1), Put(1, tape=True), Tape(2), Evict(1, tape=True), Tape(3)]
-    actions += [Tape(4), EndForward(), Reverse(4), Reverse(3), Get(1, tape=True), Await(1)]
+    actions += [EndForward(), Reverse(3), Get(1, tape=True), Await(1)]
     actions += [Reverse(2), Reverse(1), Drop(1, tape=True), Reverse(0)]
     call = run_with(model, actions, slow)
     model[2].on = True
@@ -530,8 +530,8 @@ def test_a_write_to_saved_tensors_is_found() -> None:
 def test_a_write_to_a_state_on_its_way_is_found() -> None:
     """Plain training needs the state no more, a stage that is run again from it does."""
     model = nn.Sequential(nn.Linear(24, 24), Writes(), nn.Linear(24, 24))
-    actions = [Advance(0, 1), Save(1), Put(1), Advance(1, 2), Evict(1), Tape(2), Tape(3)]
-    actions += [EndForward(), Reverse(3), Reverse(2), Get(1), Await(1), Load(1), Tape(1), Free(1)]
+    actions = [Advance(0, 1), Save(1), Put(1), Advance(1, 2), Evict(1), Tape(2)]
+    actions += [EndForward(), Reverse(2), Get(1), Await(1), Load(1), Tape(1), Free(1)]
     actions += [Reverse(1), Drop(1), Load(0), Tape(0), Reverse(0)]
     slow = ChainTier(store(), CPU, PAGE)
     call = run_with(model, actions, slow)
@@ -552,8 +552,8 @@ class Saves(Writes):
 def test_a_write_of_a_stage_to_its_input_that_has_left_is_found() -> None:
     """The tier may have the bytes of before or after the write."""
     model = nn.Sequential(nn.Linear(24, 24), Saves())
-    actions = [Tape(0), Put(0, tape=True), Tape(1), Evict(0, tape=True), Tape(2), EndForward()]
-    actions += [Reverse(2), Get(0, tape=True), Await(1), Reverse(1), Reverse(0)]
+    actions = [Tape(0), Put(0, tape=True), Tape(1), Evict(0, tape=True), EndForward()]
+    actions += [Get(0, tape=True), Await(1), Reverse(1), Reverse(0)]
     slow = ChainTier(store(), CPU, PAGE)
     call = run_with(model, [*actions, Drop(0, tape=True)], slow)
     model[1].on = True
@@ -573,13 +573,13 @@ def test_a_write_between_the_sweeps_is_found(what: str, by: str) -> None:
     actions = offload_all(4)
     if by == "states of tapes":  # tapes stay, of which the states before are a part
         actions = [Advance(0, 1), Save(1), Put(1), Tape(1), Evict(1), Advance(2, 3), Save(3)]
-        actions += [Put(3), Tape(3), Evict(3), Tape(4), EndForward(), Reverse(4), Get(3), Await(2)]
+        actions += [Put(3), Tape(3), Evict(3), EndForward(), Get(3), Await(2)]
         actions += [Reverse(3), Free(3), Drop(3), Get(1), Await(3), Load(1), Advance(1, 2), Tape(2)]
         actions += [Reverse(2), Reverse(1), Free(1), Drop(1), Load(0), Tape(0), Reverse(0)]
     elif by == "states":
         actions = [Advance(0, 1), Save(1), Put(1), Advance(1, 2), Evict(1), Save(2), Put(2)]
-        actions += [Advance(2, 3), Evict(2), Tape(3), Tape(4), EndForward(), Reverse(4)]
-        actions += [Reverse(3), Get(2), Await(2), Load(2), Tape(2), Free(2), Get(1), Reverse(2)]
+        actions += [Advance(2, 3), Evict(2), Tape(3), EndForward(), Reverse(3)]
+        actions += [Get(2), Await(2), Load(2), Tape(2), Free(2), Get(1), Reverse(2)]
         actions += [Await(3), Load(1), Tape(1), Free(1), Reverse(1), Load(0), Tape(0), Reverse(0)]
     slow = ChainTier(store(), CPU, PAGE)
     call = run_with(model, actions, slow)

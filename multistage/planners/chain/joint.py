@@ -148,7 +148,11 @@ def plan_joint(
     offload.offer(next(extremes(true)))
 
     def fastest(plans: Pool) -> list[Action] | None:
-        return actions_of_laid(core.lay_out(plans.found[0][1]), table) if plans.found else None
+        if not plans.found:
+            return None
+        laid = core.lay_out(plans.found[0][1])
+        # What takes states alone serves operators whose tapes nobody looks into.
+        return actions_of_laid(laid, table, inside=rates.tapes)
 
     return fastest(pool), fastest(offload)
 

@@ -7,6 +7,7 @@ Laid out it is operations and things that travel, from which its actions are mad
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,9 +31,9 @@ from ...actions import (
 )
 from ...model.tier import Tier
 from ...support.arrays import Bytes, Integers
-from .memory import actions_of
+from .memory import actions_of, left_to_reverse
 from .sizes import Sizes, in_core
-from .table import Table, Trace
+from .table import Table
 
 KEEPS_TAPE, STARTS, TAPE_AWAY, STATE_AWAY, APART = 1, 2, 4, 8, 16
 RESERVE_AT = 5
@@ -269,32 +270,38 @@ def may_travel(true: Sizes, rates: Tier) -> Bytes:
     return may.astype(np.uint8)
 
 
-def actions_of_laid(laid: Laid, table: Table) -> list[Action]:
+def actions_of_laid(laid: Laid, table: Table, *, inside: bool) -> list[Action]:
     """Return the actions of a plan, transfers included.
 
     What is never evicted is never written.  Tokens count the writes, all of them in the
     forward sweep, and then the reads.
+
+    Parameters
+    ----------
+    inside : bool
+        Whether a state is loaded from the tape that includes it, not saved beside it.
     """
-    before, after = _work(laid, table)
+    before, after = _work(laid, table, inside)
     awaited, last_of = _reads(laid)
     moved = laid.things[: laid.moved]
     made, evicted, got = (_by(moved, name) for name in ("made", "evicted", "got"))
     actions: list[Action] = []
     tokens, token_of = 0, {}
+    loss = laid.nodes[-1].stop
     for q, (kind, stage) in enumerate(laid.operations):
+        actions += (Evict(thing.step, tape=thing.tape) for thing in evicted.get(q, ()))
         if q == laid.turn:
             actions.append(EndForward())
-        actions += (Evict(thing.step, tape=thing.tape) for thing in evicted.get(q, ()))
         for thing in reversed(got.get(q, [])):
             actions.append(Get(thing.step, tape=thing.tape))
             token_of[thing] = tokens
             tokens += 1
         actions += (Await(token_of[thing]) for thing in awaited.get(q, ()))
         actions += before.get(q, ())
-        if kind == REVERSE:
-            actions.append(Reverse(stage))
-        else:
-            actions.append(Advance(stage, stage + 1) if kind == 0 else Tape(stage))
+        if kind == ADVANCE:
+            actions.append(Advance(stage, stage + 1))
+        elif stage < loss:
+            actions.append(Reverse(stage) if kind == REVERSE else Tape(stage))
         kept = after.get(q, [])
         for thing in made.get(q, ()):
             if not thing.tape and Save(thing.step) in kept:
@@ -304,7 +311,7 @@ def actions_of_laid(laid: Laid, table: Table) -> list[Action]:
             tokens += 1
         actions += kept
         actions += (Drop(thing.step, tape=thing.tape) for thing in last_of.get(q, ()))
-    return list(_joined(actions))
+    return list(left_to_reverse(_joined(actions)))
 
 
 def _by(things: list[Thing], name: str) -> dict[int, list[Thing]]:
@@ -324,49 +331,58 @@ def _reads(laid: Laid) -> tuple[dict[int, list[Thing]], dict[int, list[Thing]]]:
     return awaited, _by(moved, "last")
 
 
-def _work(laid: Laid, table: Table) -> tuple[dict[int, list[Action]], dict[int, list[Action]]]:
+def _work(
+    laid: Laid, table: Table, inside: bool
+) -> tuple[dict[int, list[Action]], dict[int, list[Action]]]:
     """Return what is saved, loaded and freed before and after each operation."""
     before: dict[int, list[Action]] = {}
     after: dict[int, list[Action]] = {}
-    q, nodes = 0, laid.nodes
+    nodes, last = laid.nodes, laid.nodes[-1]
+    segments = {
+        node: list(_segment(table, node, node is last))
+        for node in nodes
+        if node is last or not node.tape
+    }
+    again = {node for node, work in segments.items() if Load(node.start) in itertools.chain(*work)}
+    saved = {node for node in nodes if node.apart or (node.start and node in again and not inside)}
+    q = 0
     for node in nodes:
-        if node.apart:
+        if node in saved:
             after.setdefault(q - 1, []).append(Save(node.start))
         q += node.stop - node.start + 1
-    q -= nodes[-1].stop - nodes[-1].start + 1
+    q -= last.stop - last.start + 1
     for node in reversed(nodes):
-        last = node is nodes[-1]
-        if node.tape and not last:
+        for kept in segments.get(node, [[]]):
+            if kept:
+                before.setdefault(q, []).extend(kept)
             q += 1
-        else:
-            if not last:
-                before.setdefault(q, []).append(Load(node.start))
-            trace = table.trace(node.slots, node.start, node.stop)
-            assert trace is not None
-            for kept in _segment(trace, node):
-                if kept:
-                    before.setdefault(q, []).extend(kept)
-                q += 1
-        if node.apart:
+        if node in saved:
             after.setdefault(q - 1, []).append(Free(node.start))
     assert q == len(laid.operations)
     return before, after
 
 
-def _segment(trace: Trace, node: Node) -> Iterator[list[Action]]:
+def _segment(table: Table, node: Node, last: bool) -> Iterator[list[Action]]:
     """Yield for each operation of a segment what is done before it; its input stays."""
-    before: list[Action] = []
-    for action in actions_of(trace, inside=(node.start,)):
+    trace = table.trace(node.slots, node.start, node.stop)
+    assert trace is not None
+    before: list[Action] = [] if last else [Load(node.start)]
+    taped: set[int] = set()
+    for action in actions_of(trace, inside=(node.start,), ended=not last):
         match action:
-            case EndForward():
-                continue
-            case Advance() | Tape() | Reverse():
-                yield before
-                before = []
-                if isinstance(action, Advance):
-                    yield from ([] for _ in range(action.start + 1, action.stop))
+            case Advance(start, stop):
+                count = stop - start
+            case Tape(step):
+                taped.add(step)
+                count = 1
+            case Reverse() | EndForward():  # without a tape both operations are here
+                count = 1 if isinstance(action, Reverse) and action.step in taped else 2
             case _:
                 before.append(action)
+                continue
+        yield before
+        before = []
+        yield from ([] for _ in range(1, count))
 
 
 def _joined(actions: list[Action]) -> Iterator[Action]:

@@ -4,10 +4,8 @@ Those of a solved program, those that keep every tape, and equal segments, as
 `torch.utils.checkpoint.checkpoint_sequential` has them.  The judge is the simulator, with
 the accounting in bytes: it knows nothing of how schedules are made.
 
-`performed` makes of a chain's actions those that the executor of a `Reversal` performs.  A
-chain counts its loss as a stage, and a tape holds the states beside it.  An executor runs no
-loss, makes a tape that is used at once within `Reverse`, and knows nothing of what is in a
-tape.
+The solved programs count the loss as one more stage, of no size; schedules do not: it is the
+caller's, at `EndForward`.
 """
 
 from __future__ import annotations
@@ -38,75 +36,17 @@ from ...schedule.simulation import Simulation, simulate
 from ...support.units import format_bytes
 
 
-def performed(actions: Iterable[Action], n_steps: int) -> Iterator[Action]:
-    """Yield the actions of a chain of `n_steps` steps and a loss as an executor performs them.
-
-    The loss, step `n_steps`, is left out.  A tape that is used at once is not made
-    before: `Reverse` does both.  A state that the chain takes from within a tape is saved
-    beside it.
-    """
-    left = [action for action in actions if not is_loss(action, n_steps)]
-    return _from(left, 0, _within(left), set())
-
-
-def _from(
-    left: Sequence[Action], start: int, within: dict[int, set[int]], beside: set[int]
-) -> Iterator[Action]:
-    """Yield what is performed from a place on; `beside` are the states held beside tapes."""
-    saved: set[int] = set()  # by the plan itself, and not in `beside`
-    for action in left[:start]:
-        _follow(action, saved)
-    saved -= beside
-    k = start
-    while k < len(left):
-        action, after = left[k], left[k + 1] if k + 1 < len(left) else None
-        k += 1
-        match action:
-            case Tape(step) if after == Reverse(step) and step + 1 not in within:
-                continue
-            case Save(step) | Free(step) if step in beside:
-                continue
-            case Reverse(step) if step + 1 in beside:
-                beside.remove(step + 1)
-                yield Free(step + 1)
-        _follow(action, saved)
-        yield action
-        if isinstance(action, Tape) and (k - 1) in within.get(action.step + 1, ()):
-            beside.add(action.step + 1)
-            if action.step + 1 not in saved:  # else it stays where it is
-                yield Save(action.step + 1)
-            saved.discard(action.step + 1)
-
-
-def is_loss(action: Action, n_steps: int) -> bool:
-    """Whether an action is of the loss, which an executor does not run."""
-    return isinstance(action, Tape | Reverse) and action.step == n_steps
-
-
-def _within(actions: Sequence[Action]) -> dict[int, set[int]]:
-    """Return by state the places of the tapes from within which it is loaded."""
-    made: dict[int, int] = {}
-    saved: set[int] = set()
-    found: dict[int, set[int]] = {}
-    for k, action in enumerate(actions):
-        match action:
-            case Tape(step):
-                made[step] = k
-            case Reverse(step):
-                made.pop(step, None)
-            case Load(step) if step and step not in saved and step - 1 in made:
-                found.setdefault(step, set()).add(made[step - 1])
-        _follow(action, saved)
-    return found
-
-
-def _follow(action: Action, saved: set[int]) -> None:
-    """Note what an action does to the set of saved states."""
-    match action:
-        case Save(step) | Get(step, _, False):
-            saved.add(step)
-        case Free(step) | Evict(step, _, False):
-            saved.discard(step)
+def left_to_reverse(actions: Iterable[Action]) -> Iterator[Action]:
+    """Yield actions; a tape that is used at once is left to its `Reverse` to make."""
+    made: Tape | None = None
+    for action in actions:
+        if made is not None and action != Reverse(made.step):
+            yield made
+        made = action if isinstance(action, Tape) else None
+        if made is None:
+            yield action
+    if made is not None:
+        yield made
 
 
 def shifted(action: Action, by: int) -> Action:
@@ -123,7 +63,7 @@ def shifted(action: Action, by: int) -> Action:
 
 
 def use_of(actions: Iterable[Action], costs: StageCosts, tiers: Sequence[Tier] = ()) -> Simulation:
-    """Return what a schedule takes, without a timeline; the loss is stage `len(costs.stages)`.
+    """Return what a schedule takes, without a timeline.
 
     Raises
     ------
@@ -134,7 +74,7 @@ def use_of(actions: Iterable[Action], costs: StageCosts, tiers: Sequence[Tier] =
     --------
     >>> from multistage.model.stages import Stage
     >>> costs = StageCosts((Stage("a", 1.0, 2.0, 10, 30),), 5)
-    >>> use = use_of([Tape(0), Tape(1), EndForward(), Reverse(1), Reverse(0)], costs)
+    >>> use = use_of([Tape(0), EndForward(), Reverse(0)], costs)
     >>> use.makespan_s, use.peak_bytes, use.forward_steps
     (3.0, 45, 1)
     """
@@ -151,7 +91,7 @@ def actions_of(
     """Yield the actions of a trace.
 
     A saved state is freed when the tape that starts from it is made: from then
-    on that tape holds it.
+    on that tape holds it.  A tape that is used at once is left to its `Reverse`.
 
     Parameters
     ----------
@@ -160,7 +100,8 @@ def actions_of(
     inside : container of int
         States that need not be saved.
     ended : bool
-        Whether the forward sweep has ended before; if not, it does with the first adjoint.
+        Whether the forward sweep has ended before; if not, the first stage to be reversed is
+        the loss, and it ends there.
     """
     # What is to do after the right part of a pair: reverse a stage, or load a
     # state for the left part.
@@ -177,14 +118,12 @@ def actions_of(
         if s in saved:
             saved.remove(s)
             yield Free(s)
-        yield Tape(s)
         if s != t:
+            yield Tape(s)
             after.append(("reverse", s))
             continue
-        if not ended:
-            ended = True
-            yield EndForward()
-        yield Reverse(s)
+        yield Reverse(s) if ended else EndForward()
+        ended = True
         while after:
             what, i = after.pop()
             if what == "load":
@@ -195,9 +134,8 @@ def actions_of(
 
 def store_all(costs: StageCosts) -> list[Action]:
     """Return the schedule that keeps every tape."""
-    loss = len(costs.stages)
-    forward: list[Action] = [Tape(i) for i in range(loss + 1)]
-    return [*forward, EndForward(), *(Reverse(i) for i in range(loss, -1, -1))]
+    steps = range(len(costs.stages))
+    return [*map(Tape, steps), EndForward(), *map(Reverse, reversed(steps))]
 
 
 @lru_cache(maxsize=64)
@@ -216,24 +154,24 @@ def too_small(planner: str, limit: int | None, least: int) -> BudgetError:
 
 
 def _segments(costs: StageCosts, count: int) -> list[Action]:
-    """Return the actions of `count` segments, the last taped at once with the loss."""
-    loss = len(costs.stages)
-    length = loss // count
+    """Return the actions of `count` segments, the last taped in the forward sweep."""
+    stages = len(costs.stages)
+    length = stages // count
     starts = [k * length for k in range(count)]
     actions: list[Action] = []
     for start in starts[:-1]:
         actions += [Save(start)] if start else []
         actions.append(Advance(start, start + length))
     last = starts[-1]
-    actions += [Tape(i) for i in range(last, loss + 1)]
+    actions += map(Tape, range(last, stages))
     actions.append(EndForward())
-    actions += [Reverse(i) for i in range(loss, last - 1, -1)]
+    actions += map(Reverse, reversed(range(last, stages)))
     for start in reversed(starts[:-1]):
         stop = start + length
         actions.append(Load(start))
         actions += [Free(start)] if start else []
-        actions += [Tape(i) for i in range(start, stop)]
-        actions += [Reverse(i) for i in range(stop - 1, start - 1, -1)]
+        actions += map(Tape, range(start, stop - 1))
+        actions += map(Reverse, reversed(range(start, stop)))
     return actions
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
@@ -44,7 +44,7 @@ from ...errors import BudgetError, ScheduleError
 from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
 from .at_once import SLOTS, fastest, least_memory, most_stages, plan_at_once
-from .memory import is_loss, performed, shifted
+from .memory import left_to_reverse, shifted
 from .plan import ChainPlan
 
 PersistentPlanner: TypeAlias = Literal["optimal", "revolve"]
@@ -66,7 +66,7 @@ def part(costs: StageCosts, start: int, stop: int) -> StageCosts:
 def plan(
     costs: StageCosts, room_bytes: int, planner: PersistentPlanner, *, first: int = 0
 ) -> Iterator[Action]:
-    """Yield the actions, of a chain and its loss, that reverse all steps from live state 0.
+    """Yield the actions that reverse all steps from live state 0.
 
     State 0 is held by the caller; the steps are called first, first + 1, ...
     """
@@ -167,16 +167,19 @@ def _in_blocks(
 ) -> Iterator[Action]:
     """Yield the actions of a plan of blocks of steps, each taped as a whole or not at all."""
     chain, starts = in_blocks(costs, count)
-    starts.append(starts[-1] + 1)  # of what follows the loss
     tokens: list[range] = []  # of each transfer of the plan those of the steps
+    taped: set[int] = set()
     slots = _slots(chain) if count <= MOST_AT_ONCE else SLOTS
     coarse = None if rates is None else _coarser(rates, len(costs.stages) / count)
     for action in plan_at_once(chain, memory, "optimal", coarse, resolution=slots).actions:
         match action:
-            case Tape(b):
-                yield from map(Tape, range(starts[b], starts[b + 1]))
-            case Reverse(b):
-                yield from map(Reverse, reversed(range(starts[b], starts[b + 1])))
+            case Tape(b) | Reverse(b):
+                steps = range(starts[b], starts[b + 1])
+                if b not in taped:
+                    yield from map(Tape, steps)
+                if isinstance(action, Reverse):
+                    yield from map(Reverse, reversed(steps))
+                taped ^= {b} if isinstance(action, Tape) or b in taped else set()
             case Advance(a, b):
                 yield Advance(starts[a], starts[b])
             case Save(b) | Load(b) | Free(b):
@@ -269,14 +272,18 @@ def _pieces(
 def _at_once(
     costs: StageCosts, start: int, stop: int, room: int, planner: PersistentPlanner, first: int
 ) -> Iterator[Action]:
-    """Yield the actions of one piece; `EndForward` and the loss where it is the last."""
+    """Yield the actions of one piece; with `EndForward` where it is the last."""
     last = stop == len(costs.stages)
     piece = part(costs, start, stop)
     memory = least_memory(piece, planner) + room
     planned = plan_at_once(piece, memory, planner, resolution=_slots(piece))
-    for action in planned.actions:
-        if last or not (isinstance(action, EndForward) or is_loss(action, stop - start)):
-            yield shifted(action, first + start)
+    within = planned.actions if last else left_to_reverse(_without_end(planned.actions))
+    for action in within:
+        yield shifted(action, first + start)
+
+
+def _without_end(actions: Iterable[Action]) -> Iterator[Action]:
+    return (action for action in actions if not isinstance(action, EndForward))
 
 
 def _with_nothing(start: int, stop: int, last: bool, first: int) -> Iterator[Action]:
@@ -286,9 +293,8 @@ def _with_nothing(start: int, stop: int, last: bool, first: int) -> Iterator[Act
             yield Load(first + start)
         if i > start:
             yield Advance(first + start, first + i)
-        yield Tape(first + i)
         if last and i == stop - 1:
-            yield from (Tape(first + stop), EndForward(), Reverse(first + stop))
+            yield from (Tape(first + i), EndForward())
         yield Reverse(first + i)
 
 
@@ -371,7 +377,4 @@ def survey(
 def _reversed(
     costs: StageCosts, room: int, planner: PersistentPlanner, first: int
 ) -> Iterator[Action]:
-    n = first + len(costs.stages)
-    for action in performed(plan(costs, room, planner, first=first), n):
-        if not isinstance(action, EndForward):
-            yield action
+    yield from _without_end(plan(costs, room, planner, first=first))

@@ -41,8 +41,7 @@ class ChainPlan(Plan):
     memory_bytes : int or None
         The limit it was made for.
     actions : tuple of Action
-        Stage `len(costs.stages)` is the loss, which may be left out; `EndForward` comes before
-        its adjoint.
+        The loss, which is the caller's, is between the sweeps, at `EndForward`.
     makespan_s, peak_bytes
         Of one forward and backward, by the byte-exact judge; the peak includes
         the chain's input.
@@ -65,7 +64,7 @@ class ChainPlan(Plan):
     ('optimal', 'input kept', True)
     """
 
-    FORMAT: ClassVar[str] = "multistage-chain-plan-3"
+    FORMAT: ClassVar[str] = "multistage-chain-plan-4"
     UNIT: ClassVar[str] = "stages"
 
     # `field()`: or what the base class has by these names would be their defaults.
@@ -107,7 +106,7 @@ class ChainPlan(Plan):
         --------
         >>> from multistage import Stage
         >>> costs = StageCosts.uniform(1, Stage("a", 1.0, 2.0, 10, 30), 5)
-        >>> actions = [Tape(0), Tape(1), EndForward(), Reverse(1), Reverse(0)]
+        >>> actions = [Tape(0), EndForward(), Reverse(0)]
         >>> ChainPlan.judged("optimal", costs, None, actions).peak_bytes
         45
         """
@@ -115,8 +114,7 @@ class ChainPlan(Plan):
         tiers = () if tier is None else (tier,)
         # What exceeds a whole number of the simulator's is no limit.
         limit = None if memory_bytes is None or memory_bytes > MOST else memory_bytes
-        n = _judged_steps(costs, actions)
-        use = simulate(actions, n, costs, tiers=tiers, memory_bytes=limit, checked=False)
+        use = simulate(actions, None, costs, tiers=tiers, memory_bytes=limit, checked=False)
         plain = plain_use(costs)
         return cls(
             planner=planner,
@@ -155,15 +153,15 @@ class ChainPlan(Plan):
         return sum(isinstance(action, Get) for action in self.actions)
 
     def schedule(self) -> Schedule:
-        """Return the actions one by one; stage `len(costs.stages)` is the loss."""
-        yield from self.actions
+        """Return the actions one by one."""
+        for action in self.actions:
+            _ = yield action  # answers are not looked at
 
     @property
     def kept(self) -> tuple[int, ...]:
         """Stages whose tape is kept from the forward sweep on."""
         stop = next((k for k, a in enumerate(self.actions) if isinstance(a, EndForward)), None)
-        loss = len(self.costs.stages)
-        return tuple(a.step for a in self.actions[:stop] if isinstance(a, Tape) and a.step < loss)
+        return tuple(a.step for a in self.actions[:stop] if isinstance(a, Tape))
 
     @property
     def keeps_all(self) -> bool:
@@ -209,8 +207,10 @@ class ChainPlan(Plan):
         return found
 
     def _simulation(self) -> partial[Simulation]:
-        n, limit = _judged_steps(self.costs, self.actions), self.memory_bytes
-        return partial(simulate, self.actions, n, self.costs, tiers=self.tiers, memory_bytes=limit)
+        limit = self.memory_bytes
+        return partial(
+            simulate, self.actions, None, self.costs, tiers=self.tiers, memory_bytes=limit
+        )
 
     def _on(self, tier: Tier) -> ChainPlan:
         return replace(self, tier=tier.in_bytes())
@@ -311,21 +311,20 @@ def _bound_s(costs: StageCosts, memory_bytes: int | None, tier: Tier) -> float |
     return found if math.isfinite(found) else None
 
 
-def _judged_steps(costs: StageCosts, actions: Sequence[Action]) -> int | None:
-    """Return the number of stages where a schedule leaves out the loss, else None."""
-    stages = len(costs.stages)
-    return None if Reverse(stages) in actions else stages
-
-
 def _runs(actions: Sequence[Action], stages: int) -> list[int]:
-    counts = [0] * (stages + 1)
+    counts = [0] * stages
+    taped: set[int] = set()
     for action in actions:
         if isinstance(action, Advance):
             for i in range(action.start, action.stop):
                 counts[i] += 1
         elif isinstance(action, Tape):
             counts[action.step] += 1
-    return counts[:-1]
+            taped.add(action.step)
+        elif isinstance(action, Reverse):
+            counts[action.step] += action.step not in taped
+            taped.discard(action.step)
+    return counts
 
 
 _KNOWN = ("no_tier_s", "offload_s")

@@ -65,8 +65,8 @@ def _seconds(run: Run, x: Tensor) -> float:
 
 def _kept() -> list[Action]:
     """Return the actions that keep every tape."""
-    forward: list[Action] = [Tape(i) for i in range(_STAGES + 1)]
-    return [*forward, EndForward(), *(Reverse(i) for i in range(_STAGES, -1, -1))]
+    stages = range(_STAGES)
+    return [*map(Tape, stages), EndForward(), *map(Reverse, reversed(stages))]
 
 
 def _travelling() -> list[Action]:
@@ -76,9 +76,9 @@ def _travelling() -> list[Action]:
         actions += [Tape(i), Put(i, tape=True)]
         if i:
             actions.append(Evict(i - 1, tape=True))
-    actions += [Tape(_STAGES), Evict(_STAGES - 1, tape=True), EndForward()]
+    actions += [Evict(_STAGES - 1, tape=True), EndForward()]
     for token, i in enumerate(range(_STAGES - 1, -1, -1), start=_STAGES):
-        actions += [Get(i, tape=True), Await(token), Reverse(i + 1)]
+        actions += [Get(i, tape=True), Await(token)]
         if i + 1 < _STAGES:
-            actions.append(Drop(i + 1, tape=True))
+            actions += [Reverse(i + 1), Drop(i + 1, tape=True)]
     return [*actions, Reverse(0), Drop(0, tape=True)]

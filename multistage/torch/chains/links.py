@@ -110,6 +110,8 @@ class Script:
 
     def reverses_next(self, i: int) -> bool:
         """Whether nothing runs before the adjoint of stage i: its output is not wanted."""
+        if self.actions[self.next - 1] == Reverse(i):
+            return True
         for at in range(self.next, len(self.actions)):
             if not isinstance(self.actions[at], Get | Await | Free | Drop):
                 return self.actions[at] == Reverse(i)
@@ -155,9 +157,7 @@ class Links:
         return live
 
     def tape(self, live: Box, i: int) -> tuple[Box, HeldTape | None]:
-        """Run stage i, keeping its tape; the last one, the loss, runs elsewhere."""
-        if i == len(self._stages):
-            return [live.pop()], None
+        """Run stage i, keeping its tape."""
         if self.unpack is not None:
             return self._tape_first(live, i, self.unpack)
         if self._script.is_forward and not self._streams:

@@ -54,7 +54,7 @@ class Run:
     ----------
     stages, traits : sequences of equal length
     actions : sequence of Action
-        Of a plan; its last stage is the loss.
+        Of a plan.
     tier : ChainTier, optional
         The tier of a plan that sends something there.
     watchful : bool

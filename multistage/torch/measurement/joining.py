@@ -12,7 +12,7 @@ Where they are other than planned for, the run is undone and the stages run one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -204,7 +204,7 @@ def _starts(traits: Sequence[Traits], actions: Sequence[Action]) -> list[int]:
             parted |= {i, i + 1}
     before: tuple[type, int] | None = None  # what ran last, and where it stood when done
     now: tuple[type, int, int]
-    for action in [*actions, EndForward()]:
+    for action in [*_with_tapes(actions), EndForward()]:
         match action:
             case Advance(start, stop) if start == stop:
                 continue
@@ -226,7 +226,20 @@ def _starts(traits: Sequence[Traits], actions: Sequence[Action]) -> list[int]:
             if before is not None:
                 parted.add(before[1])
         before = now[0], now[2]
-    return sorted(parted - {n, n + 1})
+    return sorted(parted - {n})
+
+
+def _with_tapes(actions: Sequence[Action]) -> Iterator[Action]:
+    """Yield actions with the tapes that a `Reverse` makes itself, so that stretches have them."""
+    held: set[int] = set()
+    for action in actions:
+        if isinstance(action, Tape):
+            held.add(action.step)
+        elif isinstance(action, Reverse):
+            if action.step not in held:
+                yield Tape(action.step)
+            held.discard(action.step)
+        yield action
 
 
 def _sum(sizes: Sequence[Sizes | None]) -> Sizes | None:

@@ -15,7 +15,6 @@ from ...errors import ArgumentError, BudgetError
 from ...execute.late import Stages
 from ...model.stages import StageCosts
 from ...planners.chain.heterogeneous import ChainPlan
-from ...schedule.rules import Rules
 from ..chains.runner import Run
 from ..environment.randomness import refuse_hidden_draws
 from ..environment.scope import Found
@@ -251,8 +250,7 @@ def _course(plan: ChainPlan) -> Stages | None:
     """Return what is asked where the tier is late; None for a plan without a limit."""
     if plan.tier is None or plan.memory_bytes is None:
         return None
-    rules = partial(Rules.in_bytes, plan.costs, None, plan.memory_bytes)
-    return Stages(plan, rules, lambda actions: actions, inside=True)
+    return Stages(plan, inside=True)
 
 
 def _note_left(chain: Limited, plan: ChainPlan, course: Stages | None) -> None:

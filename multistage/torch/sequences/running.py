@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...actions import Action, Advance, EndForward, Load, Reverse, Schedule, Tape
+from ...actions import Advance, EndForward, Load, Reverse, Schedule, Tape
 from ...backends.base import Store
 from ...errors import BudgetError
 from ...execute.late import EqualSteps, Late, Stages
 from ...model.stages import StageCosts
 from ...model.tier import Tier
-from ...planners.chain.memory import performed
 from ...planners.single.revolve import revolve_schedule
 from ...reversing.streamed import largest_of
 from ...schedule.rules import Rules
@@ -330,7 +329,7 @@ def _course(
     states, step_s = VariedTensors(names), plan.costs.forward_step_s
     if store is None:
         return Course(schedule, states, step_s, rules=rules)
-    course = Stages(chain, rules, partial(performed, n_steps=plan.n_steps), inside=False)
+    course = Stages(chain, inside=False)
     store.queue_depth = max(store.queue_depth, plan.writes)
     key = rates_key(settings, costs)
     rates = KNOWN.tiers.get(key) or chain.tier
@@ -353,15 +352,8 @@ def _course(
 
 
 def _rules_of(costs: StageCosts, limit: int) -> Rules:
-    """Return the machine that judges the chunks' actions within a limit.
-
-    The adjoint of the last state is made by the caller after the forward sweep; the machine
-    would count it from the first step on.
-    """
-    stages = costs.stages
-    last = replace(stages[-1], gradient_bytes=0)
-    judged = replace(costs, stages=(*stages[:-1], last))
-    return Rules.in_bytes(judged, len(stages), limit, recovers=True)
+    """Return the machine that judges the chunks' actions within a limit."""
+    return Rules.in_bytes(costs, limit, recovers=True)
 
 
 # ---------------------------------------------------------------------- checking
@@ -457,28 +449,22 @@ def _thirds(start: int, stop: int) -> tuple[int, ...]:
 def _peak_bytes(count: int, steps: Steps) -> int:
     """Return what the first steps take at most, plainly and by the schedule of the check."""
     plain, costs = steps.chained((0, count)), steps.chained(_thirds(0, count))
-    schedules = (_actions_again(1), plain), (_actions_again(len(costs.stages)), costs)
+    schedules = (_again(1), plain), (_again(len(costs.stages)), costs)
     return max(simulate(a, None, each, checked=False).peak_bytes for a, each in schedules)
 
 
 def _again(n: int) -> Schedule:
-    """Yield the schedule of a check as an executor performs it."""
-    yield from performed(_actions_again(n), n)
-
-
-def _actions_again(n: int) -> list[Action]:
-    """Return a schedule of n chunks: the last is taped at once, the others run again.
+    """Yield a schedule of n chunks: the last is taped at once, the others run again.
 
     One chunk alone is run again too.
     """
-    actions: list[Action] = [Advance(0, max(1, n - 1))]
+    yield Advance(0, max(1, n - 1))
     if n > 1:
-        actions.append(Tape(n - 1))
-    actions += [Tape(n), EndForward(), Reverse(n)]
+        yield Tape(n - 1)
+    yield EndForward()
     for k in reversed(range(n)):
         if k < n - 1 or n == 1:
-            actions.append(Load(0))
-            actions += [Advance(0, k)] if k else []
-            actions.append(Tape(k))
-        actions.append(Reverse(k))
-    return actions
+            yield Load(0)
+            if k:
+                yield Advance(0, k)
+        yield Reverse(k)

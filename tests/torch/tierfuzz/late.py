@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import partial
 
 from multistage.actions import Action
 from multistage.execute.late import Stages
@@ -12,7 +11,6 @@ from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
 from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain
 from multistage.planners.chain.memory import use_of
-from multistage.schedule.rules import Rules
 
 
 def random_costs(rng: random.Random, n: int) -> StageCosts:
@@ -45,5 +43,4 @@ def as_planned(rng: random.Random, actions: list[Action], n: int) -> ChainPlan:
 
 def course(plan: ChainPlan) -> Stages:
     """Return what is asked where the tier of a plan is said to be late."""
-    rules = partial(Rules.in_bytes, plan.costs, None, plan.memory_bytes)
-    return Stages(plan, rules, lambda actions: actions, inside=True)
+    return Stages(plan, inside=True)

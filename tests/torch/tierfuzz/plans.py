@@ -70,7 +70,7 @@ def random_plan(rng: random.Random, n: int) -> list[Action]:
         else:
             actions.append(Advance(start, stop + 1))
     actions += [Evict(step, tape=tape) for step, tape in waiting]
-    actions += [Tape(n), EndForward(), Reverse(n)]
+    actions.append(EndForward())
     tokens: dict[tuple[int, bool], int] = {}
     away = list(plan.tier)
     fast = {item for item in plan.items if item not in plan.tier}
@@ -105,7 +105,7 @@ def random_plan(rng: random.Random, n: int) -> list[Action]:
                 actions.append(Load(start))
                 if i > start:
                     actions.append(Advance(start, i))
-                actions += [Tape(i), Reverse(i)]
+                actions.append(Reverse(i))
         if (start, False) in kept:
             actions.append(Free(start))
             if (start, False) in plan.tier:
