@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from ..errors import ArgumentError
-from ..states.layout import ALIGN, Array, Layout
+from ..states.layout import Array, Layout, places
 from .arena import LandingPool, landing_pool, pages, round_up, whole_huge
 from .base import CheckpointLost, StoreStats, TransferRecord
 from .carrier import Carrier
@@ -261,16 +261,13 @@ class Traffic:
 
     def _placed(self, arrays: Sequence[Array]) -> tuple[int, list[int]]:
         """Return the bytes of a record of some arrays, and where in it each lies."""
-        offsets, nbytes = [], 0
-        for array in arrays:
-            offsets.append(nbytes)
-            nbytes += round_up(array.nbytes, ALIGN)
+        offsets, nbytes = places([array.nbytes for array in arrays])
         if sum(array.nbytes for array in arrays) > self._layout.nbytes:
             raise ArgumentError(
                 f"put of {nbytes} bytes in tier {self._name!r}, opened for at most "
                 f"{self._layout.nbytes}"
             )
-        return max(nbytes, ALIGN), offsets
+        return nbytes, offsets
 
     def _new_extent(self, slot: int, first: int, previous: Extent | None) -> Extent:
         number = self._next_number

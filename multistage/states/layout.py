@@ -83,7 +83,7 @@ class Layout:
     A leaf is an array, or a NumPy scalar where a step returns one in place of
     a 0-d array: the two give different bits in some operators (`x**3`), so each
     stays what it is.  A *record* is one state as raw bytes: its leaves one
-    after the other, each at a multiple of 64 bytes.
+    after the other, in the `places` of their sizes.
 
     Attributes
     ----------
@@ -143,15 +143,15 @@ class Layout:
         paths, values, spec = optree.tree_flatten_with_path(cast(Any, state), none_is_leaf=True)
         if not values:
             raise StateError("the state holds no array; it must be a pytree with at least one")
-        leaves: list[Leaf] = []
-        offset = 0
-        for path, value in zip(paths, values, strict=True):
-            name = "".join(f"[{key!r}]" for key in path)
-            array = _plain(value, name)
-            leaves.append(Leaf(name, array.shape, array.dtype, offset, array.nbytes))
-            offset += -(-array.nbytes // ALIGN) * ALIGN
+        names = ["".join(f"[{key!r}]" for key in path) for path in paths]
+        arrays = list(map(_plain, values, names))
+        offsets, nbytes = places([array.nbytes for array in arrays])
+        leaves = tuple(
+            Leaf(name, array.shape, array.dtype, offset, array.nbytes)
+            for name, array, offset in zip(names, arrays, offsets, strict=True)
+        )
         _hashable(spec, state)
-        return cls(spec, tuple(leaves), max(offset, ALIGN), key_orders(state))
+        return cls(spec, leaves, nbytes, key_orders(state))
 
     @classmethod
     def up_to(cls, nbytes: int) -> Layout:
@@ -384,6 +384,25 @@ class Layouts:
     def same_as(self, other: object) -> bool:
         """Whether both describe the same states: each sweep has its own."""
         return self is other
+
+
+def places(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where in a record arrays of so many bytes lie, and the bytes of the record.
+
+    A record takes whole lines of 64 bytes.  An array begins at a multiple of the least power of
+    two that is not less than its size, 64 at most: small ones share a line.
+
+    Examples
+    --------
+    >>> places([8, 8, 4, 100, 8])
+    ([0, 8, 16, 64, 168], 192)
+    """
+    offsets, end = [], 0
+    for nbytes in sizes:
+        step = min(ALIGN, 1 << max(0, nbytes - 1).bit_length())
+        offsets.append(-(-end // step) * step)
+        end = offsets[-1] + nbytes
+    return offsets, max(ALIGN, -(-end // ALIGN) * ALIGN)
 
 
 def bytes_of(layout: Layout) -> int:
