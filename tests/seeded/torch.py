@@ -6,14 +6,14 @@ from seeded.mutant import faults
 
 FAULTS = faults("""
 torch/test_pinned.py
-- entry = self._order.popleft()
-+ entry = self._order.pop()
+- state = self._order[0]
++ state = self._order[-1]
 
 torch/test_pinned.py
-- self._placed(arrays)[0], sources=sources)
-+ self._placed(arrays)[0])
+- slot, places, written, sources)
++ slot, places, written, [])
 
-torch/test_pinned.py in torch/tiers/copies.py
+torch/test_pinned.py in torch/tiers/pinned.py
 - left -= nbytes
 + left -= count * size
 

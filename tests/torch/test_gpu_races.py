@@ -149,7 +149,7 @@ class Forgetful(PinnedStore):
     def put(self, key: int, arrays: Sequence[Any], *, block: bool = False) -> bool:
         accepted = super().put(key, arrays, block=block)
         if accepted:
-            self._shuttle.entries[key].sources = []
+            self._states[key].sources = []
         return accepted
 
 

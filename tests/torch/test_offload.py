@@ -16,6 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import multistage.torch as mst
 from multistage.backends import MemoryStore
+from multistage.backends.medium import Ram
+from multistage.backends.streamed import StreamedStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, MultistageError
 from multistage.torch.tensors.meter import Meter
@@ -182,23 +184,23 @@ def test_a_write_that_fails_keeps_the_tensor() -> None:
     assert torch.equal(found, known)
 
 
-class Collecting(MemoryStore):
-    """Collects garbage in the thread that puts, once it is told to; some puts wait for that."""
+class Collecting(Ram):
+    """Collects garbage in the thread that writes, once it is told to; some writes wait for that."""
 
     def __init__(self, waits_from: int) -> None:
         super().__init__()
         self.now = threading.Event()
         self.collected_on = ""
-        self._puts, self._waits_from = 0, waits_from
+        self._writes, self._waits_from = 0, waits_from
 
-    def put(self, key: int, arrays: Any, *, block: bool = False) -> bool:
-        self._puts += 1
-        if self._puts > self._waits_from:
+    def write(self, slot: int, offset: int, data: Any) -> None:
+        self._writes += 1
+        if self._writes > self._waits_from:
             assert self.now.wait(60)
         if self.now.is_set() and not self.collected_on:
             self.collected_on = threading.current_thread().name
             gc.collect()
-        return super().put(key, arrays, block=block)
+        super().write(slot, offset, data)
 
 
 class Closing(PinnedStore):
@@ -215,8 +217,8 @@ class Closing(PinnedStore):
 
 def test_a_graph_that_dies_in_a_thread_of_the_store() -> None:
     """Which cannot wait for its own end; the store is free again all the same."""
-    below = Collecting(9)  # 48 pages and 40 slots: the sweep needs 8 puts, and 3 make room ahead
-    store = Closing(40 << 20, torch.device("cpu"), below)
+    below = Collecting(9)  # 48 pages and 40 slots: the sweep needs 8 writes, and 3 make room ahead
+    store = Closing(40 << 20, torch.device("cpu"), StreamedStore("below", lambda: below))
     x = torch.randn(1 << 20, device="cpu", requires_grad=True)
     gc.collect()
     gc.disable()
@@ -234,7 +236,7 @@ def test_a_graph_that_dies_in_a_thread_of_the_store() -> None:
             z = torch.sin(torch.sin(x))
     finally:
         gc.enable()
-    assert below.collected_on == "multistage-mover"
+    assert below.collected_on == "multistage-writer"
     z.sum().backward()
     assert x.grad is not None and torch.equal(x.grad, torch.cos(torch.sin(x)) * torch.cos(x))
 

@@ -18,16 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from multistage.backends import CascadeStore, FileStore, MemoryStore, Store
+from multistage.backends import FileStore, MemoryStore, Store
 from multistage.backends.base import CheckpointLost
+from multistage.backends.medium import Ram
+from multistage.backends.streamed import StreamedStore
 from multistage.backends.testing import FaultyStore, check_store
 from multistage.errors import ArgumentError, BudgetError, CheckpointWarning
 from multistage.states.layout import Layout
 from multistage.torch.tensors.streams import HostStreams
-from multistage.torch.tiers import copies
 from multistage.torch.tiers.by_name import open_tiers
-from multistage.torch.tiers.copies import growth
-from multistage.torch.tiers.pinned import PinnedStore
+from multistage.torch.tiers.pinned import PinnedStore, growth
 
 CPU = torch.device("cpu")
 
@@ -87,13 +87,13 @@ def _line(key: int, size: int) -> Any:
 
 @pytest.mark.parametrize("size", [1 << 12, 300_000])
 @pytest.mark.parametrize("slots", [4, 9])
-@pytest.mark.parametrize("where", ["memory", "file"])
+@pytest.mark.parametrize("where", ["memory:2MiB > memory:", "file:{}"])
 def test_overflowing_states_move_to_the_tier_below_and_back(
     where: str, slots: int, size: int, tmp_path: Path
 ) -> None:
-    below: Store = MemoryStore() if where == "memory" else FileStore(tmp_path)
     layout = Layout.of((_line(0, size),))
-    store = PinnedStore(slots * layout.nbytes, CPU, below)
+    store: Any = open_tiers([f"pinned:{slots * layout.nbytes} > {where.format(tmp_path)}"], CPU)
+    below: Store = store._below
     draw = random.Random(slots)
     for _ in range(2):
         store.open(layout)
@@ -201,53 +201,62 @@ def test_memory_allocated_in_powers_of_two_is_counted(size: int, capacity: int) 
 
 
 class Refusing(MemoryStore):
-    """Fails to take a state, at a time of the test's choice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked, self.go = threading.Event(), threading.Event()
+    """Fails to take a state."""
 
     def put(self, key: int, arrays: Any, *, block: bool = False) -> bool:
-        self.asked.set()
-        assert self.go.wait(60)
         raise OSError("no")
 
 
-def test_a_state_dropped_while_it_cannot_go_below_leaves_its_slot() -> None:
-    below = Refusing()
-    store = PinnedStore(4 << 12, CPU, below)
+def test_states_that_cannot_go_below_stay() -> None:
+    store = PinnedStore(4 << 12, CPU, Refusing())
     store.open(Layout.of((_line(0, 1 << 12),)))
     try:
-        assert all(store.put(key, [_line(key, 1 << 12)]) for key in range(2))
-        assert below.asked.wait(60)  # the first is on its way
-        store.drop(0)
-        below.go.set()
-        store.drop(1)
-        shuttle, memory = store._shuttle, store._memory
-        assert shuttle is not None and memory is not None
-        assert shuttle.changes.wait_for(lambda: len(memory.free) == 4, 60), "a slot is lost"
+        for _ in range(3):
+            kept = [store.put(key, [_line(key, 1 << 12)], block=True) for key in range(5)]
+            assert kept == [True] * 4 + [False]
+            for key in (0, 3, 1, 2):
+                assert np.array_equal(store.get(key)[0].numpy(), _line(key, 1 << 12))
+                store.drop(key)
     finally:
         store.close()
 
 
-def test_a_state_that_is_waited_for_comes_up_into_memory_that_is_not_taken_yet(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The tier below is full and no slot is free, but another block of memory can be taken."""
-    monkeypatch.setattr(copies, "_FIRST_SLOTS", 4)  # blocks of 4 and 1
+def test_a_state_is_read_from_below_while_no_slot_is_free() -> None:
     size = 1 << 12
     store = PinnedStore(5 * size, CPU, MemoryStore(2 * size, buffer_bytes=0))
     store.open(Layout.of((_line(0, size),)))
-    shuttle = store._shuttle
-    assert shuttle is not None
     try:
         with pytest.warns(CheckpointWarning, match="capacity"):
-            for key in range(6):
-                assert store.put(key, [_line(key, size)])
-                shuttle.changes.wait_for(lambda: not shuttle._downs)
-        for key in (0, 5, 4, 3, 2, 1):
+            kept = [store.put(key, [_line(key, size)], block=True) for key in range(9)]
+        assert kept == [True] * 7 + [False] * 2
+        for key in (0, 6, 5, 1, 4, 3, 2):
             assert np.array_equal(store.get(key)[0].numpy(), _line(key, size))
+        for key in (0, 6, 5, 1, 4, 3, 2):
             store.drop(key)
+    finally:
+        store.close()
+
+
+def test_a_key_is_put_again_while_its_write_below_goes_on() -> None:
+    size, gate = 1 << 12, threading.Event()
+
+    class Slow(Ram):
+        def write(self, slot: int, offset: int, data: Any) -> None:
+            assert gate.wait(60)
+            super().write(slot, offset, data)
+
+    below = StreamedStore("slow", Slow, buffer_bytes=0, queue_depth=4)
+    store = PinnedStore(4 * size, CPU, below)
+    store.open(Layout.of((_line(0, size),)))
+    try:
+        assert all(store.put(key, [_line(key, size)], block=True) for key in range(3))
+        store.drop(0)
+        assert store.put(0, [_line(7, size)])
+        gate.set()
+        assert store.put(3, [_line(3, size)], block=True)
+        assert store.put(4, [_line(4, size)], block=True)
+        for key, content in ((4, 4), (0, 7), (3, 3), (2, 2), (1, 1)):
+            assert np.array_equal(store.get(key)[0].numpy(), _line(content, size))
     finally:
         store.close()
 
@@ -483,22 +492,6 @@ def test_every_order_that_the_events_allow() -> None:
 )
 def test_a_missing_wait_is_found(ignore: tuple[str, str]) -> None:
     assert any(_sweep(seed, ignore) for seed in range(300))
-
-
-def test_pinned_memory_above_a_cascade_in_one_string() -> None:
-    store = open_tiers(["pinned:16KiB > memory:16KiB?buffers=0 > memory:?buffers=0"], CPU)
-    assert isinstance(store, PinnedStore)
-    assert isinstance(store._below, CascadeStore)
-    assert (store.name, store.capacity_bytes) == ("pinned+memory>memory", 16 << 10)
-    store.open(Layout.of((_line(0, 4096),)))
-    for key in range(40):
-        assert store.put(key, [_line(key, 4096)], block=True)
-        assert store.wait_written(key)
-    for key in reversed(range(40)):
-        (found,) = store.get(key)
-        assert np.asarray(found).tobytes() == _line(key, 4096).tobytes()
-        store.drop(key)
-    store.close()
 
 
 class Failing(HostStreams):
