@@ -1,19 +1,13 @@
-"""Threads that work for a store: a `Lane` does what is queued, in order, a `Mover` what is next.
-
-A cascade moves extents between its levels with a mover, `PinnedStore` states between pinned
-memory and the tier below.  What is moved next, and what becomes of it, is decided under
-one lock; bytes move without it, one move at a time.
-"""
+"""A thread that does what is queued, in order: the lanes of stores, of cascades and of chains."""
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ..support.waiting import Latch, Monitor
+from ..support.waiting import Latch
 
 Work = TypeVar("Work")
 
@@ -95,108 +89,3 @@ def _run(
             del piece
     finally:
         ended.set()
-
-
-Move = TypeVar("Move")
-
-
-class Mover(Generic[Move]):
-    """One background thread, and the lock of what it moves.
-
-    Attributes
-    ----------
-    changes : Monitor
-        Its lock guards what is moved; to be notified of whatever may allow another move.
-    busy : bool
-        Whether a move is in flight.
-    closing : bool
-        Whether `stop` was called: no move begins any more.
-    """
-
-    def __init__(self) -> None:
-        self.changes = Monitor()
-        self.busy = self.closing = False
-        self._ended = Latch()
-        self._thread: threading.Thread | None = None
-
-    def start(
-        self,
-        following: Callable[[], Move | None],
-        carry: Callable[[Move], None],
-        settle: Callable[[Move, Exception | None], None],
-        around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-    ) -> None:
-        """Start the thread.  Only the thread refers to the callables, until it ends.
-
-        Parameters
-        ----------
-        following : callable
-            Returns the next move and marks what it concerns, None if there is nothing to
-            do now.  Called under the lock, again whenever something has changed.
-        carry : callable
-            Moves the bytes; called without the lock.
-        settle : callable
-            `settle(move, error)` enters what became of a move; called under the lock.
-            The error is what `carry` raised, None if it did not.
-        around : callable, optional
-            Returns a context in which the thread runs.
-
-        Raises
-        ------
-        RuntimeError
-            If there are no more threads.
-        """
-        thread = threading.Thread(
-            target=self._run,
-            args=(following, carry, settle, around),
-            name="multistage-mover",
-            daemon=True,
-        )
-        thread.start()
-        self._thread = thread
-
-    def stop(self) -> None:
-        """Let the move in flight end, then the thread.  May be called twice."""
-        with self.changes.lock:
-            self.closing = True
-            self.changes.notify_all()
-        if self._thread is not None:
-            self._ended.wait()  # see `Lane.join`
-            self._thread.join()
-            self._thread = None
-
-    def _run(
-        self,
-        following: Callable[[], Move | None],
-        carry: Callable[[Move], None],
-        settle: Callable[[Move, Exception | None], None],
-        around: Callable[[], contextlib.AbstractContextManager[object]],
-    ) -> None:
-        try:
-            with around():
-                while (move := self._next(following)) is not None:
-                    failure = None
-                    try:
-                        carry(move)
-                    except Exception as error:  # whatever it is: states are lost, not runs
-                        failure = error.with_traceback(None)  # whose frames refer to extents
-                    with self.changes.lock:
-                        self.busy = False
-                        settle(move, failure)
-                        self.changes.notify_all()
-                    del move, failure
-        finally:
-            self._ended.set()
-
-    def _next(self, following: Callable[[], Move | None]) -> Move | None:
-        """Wait for something to move; None once the mover stops."""
-        move: Move | None = None
-
-        def begun() -> bool:
-            nonlocal move
-            if not self.closing and (move := following()) is not None:
-                self.busy = True
-            return self.closing or move is not None
-
-        self.changes.wait_for(begun)
-        return move

@@ -87,12 +87,7 @@ def fill(store: CascadeStore, count: int) -> None:
 
 def settle(store: CascadeStore) -> None:
     """Wait until there is nothing to be moved."""
-    cascade = store._cascade
-    assert cascade is not None
-    mover = cascade.mover
-    assert mover.changes.wait_for(
-        lambda: not mover.busy and cascade.following() is None, timeout_s=60
-    )
+    assert store._cascade is not None and store._cascade.settled(60)
 
 
 def test_the_oldest_lie_farthest_away() -> None:

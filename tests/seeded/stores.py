@@ -82,8 +82,8 @@ backends/test_contract.py
 backends/test_cascade.py
 -         if place.moving:
 -             return None
--         if place.where is Where.LOST:
-+         if place.where is Where.LOST:
+-         if place.above < 0 and place.below < 0:
++         if place.above < 0 and place.below < 0:
 
 backends/test_cascade.py
 - self._above.move_to_end(place, last=False)
