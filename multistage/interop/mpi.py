@@ -95,152 +95,25 @@ def _facts_to_agree(
     }
 
 
-class Agreement(Generic[State, Adjoint]):
-    """The sweeps of one rank, made with what all ranks have agreed on.
-
-    Parameters
-    ----------
-    ranks : Ranks
-    given : partial
-        Checks this rank's arguments, and returns them.
-    durable : DurableRun, optional
-        This rank's part; its store is the tier.
-    progress : bool
+class _Agreed:
+    """What all ranks plan with.
 
     Attributes
     ----------
-    sweeps : Sweeps or None
-        None until all ranks have agreed.
     plan : UniformPlan or None
     costs : Costs or None
         The slowest rank's times, this rank's bytes.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        given: partial[Arguments[State, Adjoint]],
-        durable: DurableRun | None,
-        progress: bool,
-    ) -> None:
-        self._ranks, self._given, self._durable, self._progress = ranks, given, durable, progress
-        tiers = given.keywords["tiers"]
-        own: Store | None = None if durable is None else durable.store
-        if tiers is not None:
-            own = open_store(tiers)
-        self.store = None if own is None else AgreedStore(own, ranks)
-        self._probed = own if durable is None else durable.probe
+    def __init__(self, ranks: Ranks, *, tiered: bool) -> None:
+        self._ranks, self._tiered = ranks, tiered
         self.most = ranks.most
-        self._layout: Layout | None = None
-        self.sweeps: Sweeps[State, Adjoint] | None = None
         self.costs: Costs | None = None
         self.plan: UniformPlan | None = None
 
-    def prepared(
-        self, state: State, matches: Callable[[], None], call: str, *, sweeps: bool
-    ) -> Sweeps[State, Adjoint]:
-        """Return the sweeps to run, new ones if states or costs are others than before.
-
-        Parameters
-        ----------
-        matches : callable
-            Raises ArgumentError if the call does not go with this rank's arguments.
-        call : str
-            The method that every rank must have called.
-        sweeps : bool
-            Whether a sweep follows, whose first steps may show what a step takes.
-        """
-        ranks = self._ranks
-
-        def facts() -> tuple[dict[str, object], bool]:
-            matches()
-            states: States[State, Array, Layout] | None = self._given.keywords["states"]
-            layout = Layout.of(state) if states is None else states.layout(state)
-            last = self._layout
-            if last is None or not layout.same_as(last):
-                self._forget()
-                self._layout, self.costs = layout, None
-            arrays: dict[str, object] = {"the number of arrays in a state": len(layout.leaves)}
-            return arrays, self.sweeps is None or self.costs is None
-
-        found = ranks.gather(facts, call)
-        ranks.same([one for one, _ in found], "states have the same tree on every rank")
-        if any(changed for _, changed in found):
-            self._forget()
-            self.sweeps = self._planned(state, sweeps=sweeps)
-        assert self.sweeps is not None
-        return self.sweeps
-
-    def _forget(self) -> None:
-        """Drop the plan, and all that was made for it; a durable folder stays open."""
-        if self.sweeps is not None:
-            self.sweeps.let_go()
-        self.sweeps = self.plan = None
-
-    def _planned(self, state: State, *, sweeps: bool) -> Sweeps[State, Adjoint]:
-        """Agree on slots, costs and the plan.
-
-        Costs that are not known are measured, or shown by the first steps of the sweep that
-        follows; the ranks then agree on them, and the plan, in that sweep.
-        """
-        ranks, store, layout = self._ranks, self.store, self._layout
-        assert layout is not None
-        n_steps: int | None = self._given.keywords["n_steps"]
-        given: Costs | None = self._given.keywords["costs"]
-        budget = Budget.parse(self._given.keywords["memory"])
-        if self._durable is not None:
-            self._durable.attach(OrderedLayout.like(Layout.of(state)), n_steps, state)
-            if self.costs is None and given is None:
-                self.costs = self._durable.costs
-        buffers = 0 if store is None else store.buffer_bytes(layout)
-        slots = min(ranks.gather(lambda: budget.slots_for(layout.nbytes, buffers)))
-        # Where one rank's states are new, the costs of all are.
-        if not all(ranks.gather(lambda: self.costs is not None)):
-            self.costs = None
-            begun = self._durable is not None and self._durable.begun
-            if given is not None:
-                self.slowest(lambda: given)
-            elif not sweeps or begun:
-                self._measure(state, layout, n_steps or 10_000)
-        arguments = self._given(
-            memory=Budget(slots=slots),
-            tiers=store,
-            costs=self.costs,
-            durable=self._durable,
-            agreement=self,
-            probed=self._probed,
-        )
-        made = Sweeps(arguments, self._progress)
-        if n_steps is not None and self.costs is not None:
-            self.planned(partial(made.prepare, state))
-        return made
-
-    def _measure(self, state: State, layout: Layout, most: int) -> None:
-        """Measure costs: steps in step with the others, this rank's tier by itself."""
-        store = self._probed
-        share = _PROBE_S if store is None else 2 / 3 * _PROBE_S
-        costs = measure(
-            self._given().chain,
-            state,
-            most,
-            seconds=share,
-            states=self._given.keywords["states"],
-            agree=self.most,
-            progress=self._progress,
-        )
-
-        def mine() -> Costs:
-            if store is None:
-                return costs
-            left_s, sweep_s = _PROBE_S - share, most * costs.forward_step_s
-            tier = probe_store(store, layout, seconds=left_s, most=most, sweep_s=sweep_s)
-            return with_driver(replace(costs, tiers=(tier,)), layout)
-
-        self.slowest(mine)
-
     def slowest(self, mine: Callable[[], Costs]) -> Costs:
         """Return the costs that all ranks plan with, after those that each has seen."""
-        found = self._ranks.gather(mine if self.store else lambda: mine().without_tiers())
+        found = self._ranks.gather(mine if self._tiered else lambda: mine().without_tiers())
         facts: list[dict[str, object]] = [
             {"the tiers in costs": len(costs.tiers), "tape_step_s in costs": costs.state_is_tape}
             for costs in found
@@ -265,26 +138,6 @@ class Agreement(Generic[State, Adjoint]):
         self._ranks.same(self._ranks.gather(figures), remedy)
         self.plan = made[0]
         return made[0]
-
-    def settle(self) -> None:
-        """Learn the fate of the last transfers, together with the other ranks."""
-        if self.store is not None and self.sweeps is not None:
-            self.store.settle()
-
-    def ended(self, plan: UniformPlan | None, seen: Costs) -> None:
-        """Note the plan of complete sweeps; plan again if the ranks have seen other costs."""
-        self.plan = plan
-        if self.store is not None:
-            self.store.settle()
-        if self._durable is not None:  # its folder is the run's
-            return
-        costs = self.costs
-        assert costs is not None and self.sweeps is not None
-        if drifted(costs, self.slowest(lambda: seen)):
-            self.sweeps.end(keep=False)
-            self.sweeps = None
-        else:
-            self.costs = costs
 
 
 class MPIReversal(Generic[State, Adjoint]):
@@ -400,12 +253,17 @@ class MPIReversal(Generic[State, Adjoint]):
         self._on_error = on_error
         self._begin(checked_here)
         self._durable: DurableRun | None = None
+        own = None if tiers is None else open_store(tiers)
         if durable is not None:
             self._durable = DurableRun(durable, durable_every_s, durable_label, peers=ranks)
-        shown = ranks.rank == 0 and is_shown(progress)
-        self._agreement: Agreement[State, Adjoint] = Agreement(
-            ranks, checked_here, self._durable, shown
-        )
+            own = self._durable.store
+        self._store = None if own is None else AgreedStore(own, ranks)
+        self._probed = own if self._durable is None else self._durable.probe
+        self._given = checked_here
+        self._agreed = _Agreed(ranks, tiered=own is not None)
+        self._progress = ranks.rank == 0 and is_shown(progress)
+        self._layout: Layout | None = None
+        self._sweeps: Sweeps[State, Adjoint] | None = None  # None until all ranks have agreed
         self._n_steps = n_steps
         self._ready = self._closed = False
         self._left = False  # by an exception of this rank's own
@@ -427,12 +285,12 @@ class MPIReversal(Generic[State, Adjoint]):
     @property
     def plan(self) -> UniformPlan | None:
         """The plan of the last sweep, the same on every rank."""
-        return self._agreement.plan
+        return self._agreed.plan
 
     @property
     def costs(self) -> Costs | None:
         """What the next sweep is planned with."""
-        return self._agreement.costs
+        return self._agreed.costs
 
     @property
     def rank(self) -> int:
@@ -486,7 +344,8 @@ class MPIReversal(Generic[State, Adjoint]):
         except BaseException:
             self._stop(keep=True)
             raise
-        self._agreement.settle()
+        if self._store is not None and self._sweeps is not None:
+            self._store.settle()
         if self._durable is not None and self._durable.attached and self._durable.complete:
             if self._sweeps is not None:
                 self._sweeps.let_go()
@@ -603,26 +462,123 @@ class MPIReversal(Generic[State, Adjoint]):
             assert self._sweeps is not None
             result = self._sweeps.reverse(adjoint)
             self._report = self._sweeps.report()
-            self._agreement.ended(self._sweeps.plan, self._report.seen)
+            self._learn(self._sweeps, self._report.seen)
         return result
+
+    def _learn(self, sweeps: Sweeps[State, Adjoint], seen: Costs) -> None:
+        """Note the plan of complete sweeps; plan again if the ranks have seen other costs."""
+        agreed = self._agreed
+        agreed.plan = sweeps.plan
+        if self._store is not None:
+            self._store.settle()
+        if self._durable is not None:  # its folder is the run's
+            return
+        costs = agreed.costs
+        assert costs is not None
+        if drifted(costs, agreed.slowest(lambda: seen)):
+            sweeps.end(keep=False)
+            self._sweeps = None
+        else:
+            agreed.costs = costs
 
     def _prepared(
         self, state: State, online: bool, call: str, *, sweeps: bool
     ) -> Sweeps[State, Adjoint]:
-        """Return the sweeps to run, once all ranks have agreed on them."""
+        """Return the sweeps to run, new ones if states or costs are others than before.
 
-        def matches() -> None:
+        `call` is what every rank must have called; where a sweep follows, its first steps
+        may show what a step takes.
+        """
+        ranks = self._ranks
+
+        def facts() -> tuple[dict[str, object], bool]:
             if online != (self._n_steps is None):
                 raise ArgumentError(
                     "give either n_steps to the MPIReversal or until= to forward(), not "
                     + ("both" if online else "neither")
                 )
+            states: States[State, Array, Layout] | None = self._given.keywords["states"]
+            layout = Layout.of(state) if states is None else states.layout(state)
+            last = self._layout
+            if last is None or not layout.same_as(last):
+                self._forget()
+                self._layout, self._agreed.costs = layout, None
+            arrays: dict[str, object] = {"the number of arrays in a state": len(layout.leaves)}
+            return arrays, self._sweeps is None or self._agreed.costs is None
 
-        return self._agreement.prepared(state, matches, call, sweeps=sweeps)
+        found = ranks.gather(facts, call)
+        ranks.same([one for one, _ in found], "states have the same tree on every rank")
+        if any(changed for _, changed in found):
+            self._forget()
+            self._sweeps = self._planned(state, sweeps=sweeps)
+        assert self._sweeps is not None
+        return self._sweeps
 
-    @property
-    def _sweeps(self) -> Sweeps[State, Adjoint] | None:
-        return self._agreement.sweeps
+    def _forget(self) -> None:
+        """Drop the plan, and all that was made for it; a durable folder stays open."""
+        if self._sweeps is not None:
+            self._sweeps.let_go()
+        self._sweeps = self._agreed.plan = None
+
+    def _planned(self, state: State, *, sweeps: bool) -> Sweeps[State, Adjoint]:
+        """Agree on slots, costs and the plan.
+
+        Costs that are not known are measured, or shown by the first steps of the sweep that
+        follows; the ranks then agree on them, and the plan, in that sweep.
+        """
+        ranks, store, layout = self._ranks, self._store, self._layout
+        assert layout is not None
+        given: Costs | None = self._given.keywords["costs"]
+        budget = Budget.parse(self._given.keywords["memory"])
+        if self._durable is not None:
+            self._durable.attach(OrderedLayout.like(Layout.of(state)), self._n_steps, state)
+            if self._agreed.costs is None and given is None:
+                self._agreed.costs = self._durable.costs
+        buffers = 0 if store is None else store.buffer_bytes(layout)
+        slots = min(ranks.gather(lambda: budget.slots_for(layout.nbytes, buffers)))
+        # Where one rank's states are new, the costs of all are.
+        if not all(ranks.gather(lambda: self._agreed.costs is not None)):
+            self._agreed.costs = None
+            begun = self._durable is not None and self._durable.begun
+            if given is not None:
+                self._agreed.slowest(lambda: given)
+            elif not sweeps or begun:
+                self._measure(state, layout, self._n_steps or 10_000)
+        arguments = self._given(
+            memory=Budget(slots=slots),
+            tiers=store,
+            costs=self._agreed.costs,
+            durable=self._durable,
+            agreement=self._agreed,
+            probed=self._probed,
+        )
+        made = Sweeps(arguments, self._progress)
+        if self._n_steps is not None and self._agreed.costs is not None:
+            self._agreed.planned(partial(made.prepare, state))
+        return made
+
+    def _measure(self, state: State, layout: Layout, most: int) -> None:
+        """Measure costs: steps in step with the others, this rank's tier by itself."""
+        store = self._probed
+        share = _PROBE_S if store is None else 2 / 3 * _PROBE_S
+        costs = measure(
+            self._given().chain,
+            state,
+            most,
+            seconds=share,
+            states=self._given.keywords["states"],
+            agree=self._ranks.most,
+            progress=self._progress,
+        )
+
+        def mine() -> Costs:
+            if store is None:
+                return costs
+            left_s, sweep_s = _PROBE_S - share, most * costs.forward_step_s
+            tier = probe_store(store, layout, seconds=left_s, most=most, sweep_s=sweep_s)
+            return with_driver(replace(costs, tiers=(tier,)), layout)
+
+        self._agreed.slowest(mine)
 
     def _require_forward(self) -> None:
         if not self._ready or self._sweeps is None:

@@ -379,8 +379,8 @@ def test_a_reduction_in_flight_is_not_dropped() -> None:
             costs=COSTS,
         ) as run:
             run.forward(np.zeros(10))
-            assert run._agreement.store is not None
-            assert run._agreement.store._pending is not None
+            assert run._store is not None
+            assert run._store._pending is not None
             run.forward(np.zeros(20))  # another layout: the stores are closed
             return run.reverse(np.ones(20))[0]
 
