@@ -14,6 +14,7 @@ it holds is what was reached:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -163,16 +164,13 @@ RANK_NAME = re.compile(r"rank-[0-9]{4,9}")
 
 def open_parent(path: Path) -> None:
     """See that a folder is one for folders of ranks.  Raises StoreError."""
-    folder = Folder(path, create=True)
-    try:
+    with contextlib.closing(Folder(path, create=True)) as folder:
         for name in folder.names():
             if not RANK_NAME.fullmatch(name) and not SYSTEMS.fullmatch(name):
                 raise folder.refused(
                     f"it holds {name!r}, which is no folder of a rank; "
                     "name a folder for this run alone"
                 )
-    finally:
-        folder.close()
 
 
 def ours_alone(folder: Folder) -> None:

@@ -54,6 +54,11 @@ class DurableRun:
         Number of steps; None while it is unknown.
     probe : DurableStore
         A store in the same folder, to measure with.
+    begun : bool
+        Whether the folder holds a run to be resumed.
+    taken : bool
+        Whether a sweep of this process has resumed the run: the next one starts again.  Then
+        the store must be closed before `attach`.
 
     Parameters
     ----------
@@ -97,14 +102,14 @@ class DurableRun:
         self._label = label
         self._folder: Folder | None = None
         self._facts: RunFacts | None = None
-        self._taken = False  # a sweep of this process continues with what is on the disk
+        self.taken = False
         self._outdated: bytes | None = None  # number of a run to be removed
         self._n_steps: int | None = None
         self._find_nothing()
 
     def _find_nothing(self) -> None:
         """Know of nothing in the folder."""
-        self._begun = False  # `run` is on the disk
+        self.begun = False
         self.complete = False
         self.length = self._n_steps
         self._stored: list[int] = []
@@ -136,12 +141,12 @@ class DurableRun:
         before = self._facts
         self._facts = facts = facts_of(layout, state, n_steps, self._label, self._peers)
         if self._folder is not None:
-            if self._taken:
+            if self.taken:
                 self._restart()
                 return
 
             def compared() -> None:
-                if self._begun and before is not None and (what := before.difference(facts)):
+                if self.begun and before is not None and (what := before.difference(facts)):
                     raise another_run(self._opened(), what)
 
             self._peers.gather(compared)
@@ -186,8 +191,8 @@ class DurableRun:
         except StoreError as error:
             raise peers.everywhere(folder.refused(str(error))) from None
         if agreed.run is None:
-            if self._begun:
-                self._begun = False
+            if self.begun:
+                self.begun = False
                 anew(folder)
                 self.store.forget()
             self._last = None
@@ -218,19 +223,6 @@ class DurableRun:
         """Whether the folder is open, and locked."""
         return self._folder is not None
 
-    @property
-    def begun(self) -> bool:
-        """Whether the folder holds a run to be resumed."""
-        return self._begun
-
-    @property
-    def taken(self) -> bool:
-        """Whether a sweep of this process has resumed the run: the next one starts again.
-
-        Then the store must be closed before `attach`.
-        """
-        return self._taken
-
     def _restart(self) -> None:
         """Forget what the folder holds: the next sweep begins with state 0.
 
@@ -241,7 +233,7 @@ class DurableRun:
         self._peers.gather(lambda: anew(self._opened()))
         self.store.forget()
         self._find_nothing()
-        self._taken = False
+        self.taken = False
 
     def _leave(self) -> None:
         """Remove the folder of the ranks, if this was the last in it."""
@@ -272,7 +264,7 @@ class DurableRun:
         if difference := journal.facts.difference(self._facts):
             raise another_run(folder, difference)
         folder.clear(keep=[name for name in folder.names() if not name.startswith(LEFTOVERS)])
-        self._begun, self.costs = True, journal.costs
+        self.begun, self.costs = True, journal.costs
         if self.costs is not None and self.costs.state_bytes != self._layout.nbytes:
             self.costs = None
         if journal.last is not None:
@@ -294,8 +286,8 @@ class DurableRun:
         StoreError
             If that cannot be written.
         """
-        self._taken = True
-        if self._begun:
+        self.taken = True
+        if self.begun:
             end = None
             if self._last is not None:
                 end = self.length if self._newest is None else self._newest.least
@@ -317,7 +309,7 @@ class DurableRun:
 
         number = self._peers.gather(lambda: folder.run)[0]
         self._peers.gather(published)  # no rank writes a state before all have begun
-        self._begun = True
+        self.begun = True
         return None
 
     # --------------------------------------------------------------- the sweeps
@@ -392,8 +384,8 @@ class DurableRun:
         self._adjoints.let_go()
         if folder is None:
             return
-        if remove or not self._begun:  # or there is nothing to resume
+        if remove or not self.begun:  # or there is nothing to resume
             folder.remove()
             self._leave()
         folder.close()
-        self._begun = self._taken = False
+        self.begun = self.taken = False

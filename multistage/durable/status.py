@@ -142,35 +142,30 @@ def inspect(path: str | os.PathLike[str]) -> Status:
     ...     print(inspect(folder).reason)
     it holds no run
     """
-    folder = Folder(Path(path))
-    try:
+    with contextlib.closing(Folder(Path(path))) as folder:
         return _inspect(folder)
-    finally:
-        folder.close()
+
+
+def _files(folder: Folder) -> dict[str, os.stat_result]:
+    """Return what is known of each name; those that go meanwhile are left out."""
+    found = {}
+    for name in folder.names():
+        with contextlib.suppress(OSError):
+            found[name] = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
+    return found
 
 
 def _inspect(folder: Folder) -> Status:
-    names = folder.names()
-    run = folder.known()
-    ours = folder.ours(run)
-    strangers = [*folder.strangers(), *folder.others(run)]
-    nbytes, newest = 0, os.fstat(folder.fd).st_mtime
-    for name in names:
-        try:
-            found = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
-        except OSError:
-            continue  # it went while we looked
-        nbytes += found.st_size if name != LOCK else 0
-        newest = max(newest, found.st_mtime)
-    in_use = folder.holder() if folder.in_use() else ""
+    run, files = folder.known(), _files(folder)
+    newest = max(each.st_mtime for each in (os.fstat(folder.fd), *files.values()))
     base = Status(
         path=str(folder.path),
         resumable=False,
         reason="it holds no run",
-        in_use=in_use,
-        strangers=len(strangers),
-        leftovers=sum(name.startswith(LEFTOVERS) for name in ours),
-        nbytes=nbytes,
+        in_use=folder.holder() if folder.in_use() else "",
+        strangers=len(folder.strangers()) + len(folder.others(run)),
+        leftovers=sum(name.startswith(LEFTOVERS) for name in folder.ours(run)),
+        nbytes=sum(each.st_size for name, each in files.items() if name != LOCK),
         changed_s=max(0.0, time.time() - newest),
     )
     try:
@@ -285,8 +280,7 @@ def clean(path: str | os.PathLike[str], *, force: bool = False, dry_run: bool = 
     StoreError
         If the folder is refused, is in use, or holds what only `force` removes.
     """
-    folder = Folder(Path(path))
-    try:
+    with contextlib.closing(Folder(Path(path))) as folder:
         run = folder.known()
         if run is None:  # not even a lock is left there
             return Cleaned(str(path), kept=tuple(folder.names()), dry_run=dry_run)
@@ -304,7 +298,8 @@ def clean(path: str | os.PathLike[str], *, force: bool = False, dry_run: bool = 
             raise folder.refused(
                 f"it holds {what} ({', '.join(_progress_of(found))}); add --force to remove it"
             )
-        before = {name: _bytes(folder, name) for name in folder.ours(run)}
+        sizes = {name: each.st_size for name, each in _files(folder).items()}
+        before = {name: sizes.get(name, 0) for name in folder.ours(run)}
         others = sorted(set(folder.names()) - set(before))
         if dry_run:
             files = tuple(before.items())
@@ -314,8 +309,6 @@ def clean(path: str | os.PathLike[str], *, force: bool = False, dry_run: bool = 
         left = [] if gone else folder.names()
         files = tuple((name, nbytes) for name, nbytes in before.items() if name not in left)
         return Cleaned(str(path), files, tuple(left), gone)
-    finally:
-        folder.close()
 
 
 def rank_folders(path: str | os.PathLike[str]) -> list[Path]:
@@ -326,11 +319,8 @@ def rank_folders(path: str | os.PathLike[str]) -> list[Path]:
     StoreError
         If there is no such folder, or it is refused.
     """
-    folder = Folder(Path(path))
-    try:
+    with contextlib.closing(Folder(Path(path))) as folder:
         return [folder.path / name for name in folder.names() if RANK_NAME.fullmatch(name)]
-    finally:
-        folder.close()
 
 
 def clean_ranks(
@@ -345,13 +335,6 @@ def clean_ranks(
     with contextlib.suppress(OSError):  # others' files are in it
         Path(path).rmdir()
     return done
-
-
-def _bytes(folder: Folder, name: str) -> int:
-    try:
-        return os.stat(name, dir_fd=folder.fd, follow_symlinks=False).st_size
-    except OSError:
-        return 0
 
 
 def _progress_of(found: Status) -> list[str]:
