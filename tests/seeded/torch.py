@@ -181,7 +181,7 @@ torch/test_helpers.py
 +         if False:
 
 torch/test_helpers.py
-- others = every - own[used[number]]
+- others = every - own[costs[number].parameters]
 + others = 0
 
 torch/test_helpers.py

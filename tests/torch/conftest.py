@@ -34,7 +34,7 @@ def seeded() -> None:
 @pytest.fixture(autouse=True)
 def patient_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare gradients however slow the machine is: the check gives up after a second."""
-    monkeypatch.setattr("multistage.torch.measurement.both_ways._SECONDS", 60.0)
+    monkeypatch.setattr("multistage.torch.measurement.checking._SECONDS", 60.0)
 
 
 class Ticks:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import itertools
 import random
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from multistage.errors import ArgumentError, DifferenceWarning, MultistageError,
 from multistage.torch.tensors.meter import Meter
 
 WIDTH, BATCH, STEPS = 8, 4, 20
+Tensors: TypeAlias = Sequence[Tensor | None]
 
 
 class Cell(nn.Module):
@@ -52,7 +54,7 @@ def unrolled(cell: Any, state: Any, inputs: Any, kept: bool, chunk: int = 3, **o
     return mst.unroll(cell, state, inputs, **how, **options)
 
 
-def assert_alike(run: Callable[[bool], Sequence[Tensor | None]]) -> None:
+def assert_alike(run: Callable[[bool], Tensors]) -> None:
     """Compare what a run returns where everything is kept, and where chunks are run again."""
     found = []
     for kept in (True, False):
@@ -61,6 +63,19 @@ def assert_alike(run: Callable[[bool], Sequence[Tensor | None]]) -> None:
     for number, (a, b) in enumerate(zip(*found, strict=True)):
         assert (a is None) == (b is None), number
         assert a is None or torch.equal(a, b), number  # type: ignore[arg-type]
+
+
+def alike(run: Callable[..., Tensors]) -> Callable[..., None]:
+    """Return a test of what a run returns, by whether everything is kept."""
+
+    def test(**given: Any) -> None:
+        assert_alike(lambda kept: run(kept, **given))
+
+    signature = inspect.signature(run)
+    parameters = list(signature.parameters.values())[1:]
+    test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    test.__name__, test.__doc__ = run.__name__, run.__doc__
+    return test
 
 
 def gradients(*tensors: Any) -> list[Tensor | None]:
@@ -103,15 +118,13 @@ def test_two_directions_as_the_message_has_it() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-def test_a_projection_is_part_of_the_state() -> None:
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        cell, x = nn.LSTM(WIDTH, WIDTH, 2, proj_size=3), sequence(wants=True)
-        state = torch.zeros(2, BATCH, 3), torch.zeros(2, BATCH, WIDTH)
-        out = unrolled(cell, state, x, kept, chunk=4, fused=True)
-        out.outputs.square().sum().backward()
-        return gradients(x, cell)
-
-    assert_alike(run)
+@alike
+def test_a_projection_is_part_of_the_state(kept: bool) -> Tensors:
+    cell, x = nn.LSTM(WIDTH, WIDTH, 2, proj_size=3), sequence(wants=True)
+    state = torch.zeros(2, BATCH, 3), torch.zeros(2, BATCH, WIDTH)
+    out = unrolled(cell, state, x, kept, chunk=4, fused=True)
+    out.outputs.square().sum().backward()
+    return gradients(x, cell)
 
 
 def test_packed_sequences_are_refused() -> None:
@@ -124,67 +137,55 @@ def test_packed_sequences_are_refused() -> None:
 # ------------------------------------------------------------ gradients of inputs
 
 
-def test_a_list_for_a_fused_cell() -> None:
+@alike
+def test_a_list_for_a_fused_cell(kept: bool) -> Tensors:
     """Only the first of each chunk had a gradient."""
-
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        cell, xs = nn.GRU(WIDTH, WIDTH), list(sequence().unbind())
-        for x in xs:
-            x.requires_grad_()
-        out = unrolled(cell, torch.zeros(1, BATCH, WIDTH), xs, kept, chunk=4, fused=True)
-        out.outputs.square().sum().backward()
-        return gradients(cell, *xs)
-
-    assert_alike(run)
+    cell, xs = nn.GRU(WIDTH, WIDTH), list(sequence().unbind())
+    for x in xs:
+        x.requires_grad_()
+    out = unrolled(cell, torch.zeros(1, BATCH, WIDTH), xs, kept, chunk=4, fused=True)
+    out.outputs.square().sum().backward()
+    return gradients(cell, *xs)
 
 
-def test_an_encoder_called_by_a_function() -> None:
+@alike
+def test_an_encoder_called_by_a_function(kept: bool) -> Tensors:
     """Its parameters had no gradient."""
-
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        cell, encoder, data = Cell(), nn.Linear(WIDTH, WIDTH), sequence()
-        out = unrolled(cell, zeros(), lambda t: encoder(data[t]), kept, n_steps=STEPS)
-        out.outputs.square().sum().backward()
-        return gradients(cell, encoder)
-
-    assert_alike(run)
+    cell, encoder, data = Cell(), nn.Linear(WIDTH, WIDTH), sequence()
+    out = unrolled(cell, zeros(), lambda t: encoder(data[t]), kept, n_steps=STEPS)
+    out.outputs.square().sum().backward()
+    return gradients(cell, encoder)
 
 
-def test_a_function_that_draws() -> None:
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        cell = Cell()
-        torch.manual_seed(1)
-        out = unrolled(cell, zeros(), lambda t: torch.randn(BATCH, WIDTH), kept, n_steps=STEPS)
-        out.outputs.square().sum().backward()
-        return [*gradients(cell), out.outputs, torch.rand(2)]
-
-    assert_alike(run)
+@alike
+def test_a_function_that_draws(kept: bool) -> Tensors:
+    cell = Cell()
+    torch.manual_seed(1)
+    out = unrolled(cell, zeros(), lambda t: torch.randn(BATCH, WIDTH), kept, n_steps=STEPS)
+    out.outputs.square().sum().backward()
+    return [*gradients(cell), out.outputs, torch.rand(2)]
 
 
-def test_trees_in_a_list() -> None:
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        cell = Cell()
-        xs = [{"x": x.clone().requires_grad_(), "mask": torch.ones(BATCH, 1)} for x in sequence()]
-        out = unrolled(lambda h, x: cell(h, x["x"] * x["mask"]), zeros(), xs, kept)
-        out.outputs.square().sum().backward()
-        return gradients(cell, *(x["x"] for x in xs))
-
-    assert_alike(run)
+@alike
+def test_trees_in_a_list(kept: bool) -> Tensors:
+    cell = Cell()
+    xs = [{"x": x.clone().requires_grad_(), "mask": torch.ones(BATCH, 1)} for x in sequence()]
+    out = unrolled(lambda h, x: cell(h, x["x"] * x["mask"]), zeros(), xs, kept)
+    out.outputs.square().sum().backward()
+    return gradients(cell, *(x["x"] for x in xs))
 
 
-def test_a_later_input_that_requires_a_gradient() -> None:
+@alike
+def test_a_later_input_that_requires_a_gradient(kept: bool) -> Tensors:
     def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         h = torch.tanh(h + x)
         return h, h * 2
 
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        xs = list(sequence().unbind())
-        for x in xs[5:]:
-            x.requires_grad_()
-        unrolled(cell, zeros(), xs, kept).outputs.square().sum().backward()
-        return gradients(*xs)
-
-    assert_alike(run)
+    xs = list(sequence().unbind())
+    for x in xs[5:]:
+        x.requires_grad_()
+    unrolled(cell, zeros(), xs, kept).outputs.square().sum().backward()
+    return gradients(*xs)
 
 
 @pytest.mark.parametrize("steps", [1, STEPS])
@@ -194,7 +195,7 @@ def test_zeros_in_gradients_of_inputs_have_the_signs_of_plain_autograd(
 ) -> None:
     """Dropout leaves -0.0 in gradients; zeros of the other steps are added to it, if any."""
 
-    def run(kept: bool) -> Sequence[Tensor | None]:
+    def run(kept: bool) -> Tensors:
         net, x = Cell(), sequence()[:steps].requires_grad_()
 
         def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,16 +210,13 @@ def test_zeros_in_gradients_of_inputs_have_the_signs_of_plain_autograd(
     assert_alike(run)
 
 
-def test_one_input_at_many_steps() -> None:
+@alike
+def test_one_input_at_many_steps(kept: bool) -> Tensors:
     """Its gradients are added last step first."""
-
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        cell, a, b = Cell(), zeros().normal_().requires_grad_(), zeros().normal_().requires_grad_()
-        xs = [a if t % 3 else b for t in range(STEPS)]
-        unrolled(cell, zeros(), xs, kept).outputs.square().sum().backward()
-        return gradients(cell, a, b)
-
-    assert_alike(run)
+    cell, a, b = Cell(), zeros().normal_().requires_grad_(), zeros().normal_().requires_grad_()
+    xs = [a if t % 3 else b for t in range(STEPS)]
+    unrolled(cell, zeros(), xs, kept).outputs.square().sum().backward()
+    return gradients(cell, a, b)
 
 
 class Elements(Sequence[Tensor]):
@@ -246,20 +244,18 @@ def test_leaves_in_a_sequence_of_ones_own_are_refused(kept: bool) -> None:
 
 
 @pytest.mark.parametrize("where", ["output", "state", "nowhere"])
-def test_an_input_returned_as_it_came(where: str) -> None:
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        net, x = Cell(), sequence(wants=True)
+@alike
+def test_an_input_returned_as_it_came(kept: bool, where: str) -> Tensors:
+    net, x = Cell(), sequence(wants=True)
 
-        def cell(state: Any, x: Tensor) -> Any:
-            h, before = state
-            h = torch.tanh(net.linear(h) + (before if where == "state" else 1))
-            return (h, x if where == "state" else before), x if where == "output" else h * 2
+    def cell(state: Any, x: Tensor) -> Any:
+        h, before = state
+        h = torch.tanh(net.linear(h) + (before if where == "state" else 1))
+        return (h, x if where == "state" else before), x if where == "output" else h * 2
 
-        out = unrolled(cell, (zeros(), zeros()), x, kept)
-        (out.outputs.square().sum() + out.state[0].sum() + out.state[1].sum()).backward()
-        return gradients(net, x)
-
-    assert_alike(run)
+    out = unrolled(cell, (zeros(), zeros()), x, kept)
+    (out.outputs.square().sum() + out.state[0].sum() + out.state[1].sum()).backward()
+    return gradients(net, x)
 
 
 # -------------------------------------------------- decided at the first step
@@ -267,68 +263,63 @@ def test_an_input_returned_as_it_came(where: str) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3])
 @pytest.mark.parametrize("mode", ["stack", "sum", "last"])
-def test_an_output_that_is_the_state_at_some_steps_only(mode: str, chunk: int) -> None:
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        net = Cell()
+@alike
+def test_an_output_that_is_the_state_at_some_steps_only(
+    kept: bool, mode: str, chunk: int
+) -> Tensors:
+    net = Cell()
 
-        def cell(state: Any, x: Tensor) -> Any:
-            h = torch.tanh(net.linear(state[0]) + x)
-            return (h, state[1] + 1), h if state[1] < 11 else torch.zeros_like(h)
+    def cell(state: Any, x: Tensor) -> Any:
+        h = torch.tanh(net.linear(state[0]) + x)
+        return (h, state[1] + 1), h if state[1] < 11 else torch.zeros_like(h)
 
-        start = zeros(), torch.zeros(())
-        out = unrolled(cell, start, sequence(), kept, chunk, outputs=mode)
-        (out.outputs.square().sum() + out.state[0].sum()).backward()
-        return gradients(net)
-
-    assert_alike(run)
+    start = zeros(), torch.zeros(())
+    out = unrolled(cell, start, sequence(), kept, chunk, outputs=mode)
+    (out.outputs.square().sum() + out.state[0].sum()).backward()
+    return gradients(net)
 
 
-def test_outputs_in_another_order_of_keys() -> None:
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        net = Cell()
+@alike
+def test_outputs_in_another_order_of_keys(kept: bool) -> Tensors:
+    net = Cell()
 
-        def cell(state: Any, x: Tensor) -> Any:
-            h = torch.tanh(net.linear(state["h"]) + x)
-            y = {"loss": h.sum(), "much": 1000 + h.square().sum()}
-            if state["t"] > 5:
-                y = {key: y[key] for key in ("much", "loss")}
-                return {"t": state["t"] + 1, "h": h}, y
-            return {"h": h, "t": state["t"] + 1}, y
+    def cell(state: Any, x: Tensor) -> Any:
+        h = torch.tanh(net.linear(state["h"]) + x)
+        y = {"loss": h.sum(), "much": 1000 + h.square().sum()}
+        if state["t"] > 5:
+            y = {key: y[key] for key in ("much", "loss")}
+            return {"t": state["t"] + 1, "h": h}, y
+        return {"h": h, "t": state["t"] + 1}, y
 
-        out = unrolled(cell, {"h": zeros(), "t": torch.zeros(())}, sequence(), kept)
-        by_hand = torch.zeros(())
-        state: Any = {"h": zeros(), "t": torch.zeros(())}
-        torch.manual_seed(0)
-        Cell()
-        for x in sequence():
-            state, y = cell(state, x)
-            by_hand = by_hand + y["loss"]
-        assert torch.equal(out.loss, by_hand)
-        out.loss.backward()
-        return [out.loss, *gradients(net)]
-
-    assert_alike(run)
+    out = unrolled(cell, {"h": zeros(), "t": torch.zeros(())}, sequence(), kept)
+    by_hand = torch.zeros(())
+    state: Any = {"h": zeros(), "t": torch.zeros(())}
+    torch.manual_seed(0)
+    Cell()
+    for x in sequence():
+        state, y = cell(state, x)
+        by_hand = by_hand + y["loss"]
+    assert torch.equal(out.loss, by_hand)
+    out.loss.backward()
+    return [out.loss, *gradients(net)]
 
 
 @pytest.mark.parametrize("mode", ["stack", "sum", "last"])
-def test_one_tensor_twice_in_state_and_output(mode: str) -> None:
+@alike
+def test_one_tensor_twice_in_state_and_output(kept: bool, mode: str) -> Tensors:
     """Gradients of both places were added in another order."""
+    net, h0 = Cell(), zeros().normal_().requires_grad_()
 
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        net, h0 = Cell(), zeros().normal_().requires_grad_()
+    def cell(state: Any, x: Tensor) -> Any:
+        a, b = state
+        h = torch.tanh(net.linear(a) * b.sigmoid() + net.linear(b) * 0.3 + x * a)
+        return (h, h), (h, h, h)
 
-        def cell(state: Any, x: Tensor) -> Any:
-            a, b = state
-            h = torch.tanh(net.linear(a) * b.sigmoid() + net.linear(b) * 0.3 + x * a)
-            return (h, h), (h, h, h)
-
-        out = unrolled(cell, (h0, h0), sequence(), kept, outputs=mode)
-        one, two, three = out.outputs
-        loss = one.square().sum() + (two * out.state[0].exp()).sum() + three.cos().sum()
-        (loss + out.state[1].sin().sum()).backward()
-        return gradients(net, h0)
-
-    assert_alike(run)
+    out = unrolled(cell, (h0, h0), sequence(), kept, outputs=mode)
+    one, two, three = out.outputs
+    loss = one.square().sum() + (two * out.state[0].exp()).sum() + three.cos().sum()
+    (loss + out.state[1].sin().sum()).backward()
+    return gradients(net, h0)
 
 
 def test_a_leaf_that_joins_the_gradient_later_is_refused() -> None:
@@ -354,7 +345,7 @@ def test_a_leaf_that_joins_the_gradient_later_is_refused() -> None:
     refused(lambda _: run(late_loss), "leaf 0 of y of cell late_loss", StateError)
     assert weight.grad is None
 
-    def mended(kept: bool) -> Sequence[Tensor | None]:
+    def mended(kept: bool) -> Tensors:
         weight.grad = None
         start = zeros(), zeros().requires_grad_(), torch.zeros(())
         unrolled(late_state, start, sequence(), kept).outputs.sum().backward()
@@ -383,96 +374,81 @@ def test_backward_hooks_of_modules_do_not_see_measurements(unequal: bool | None)
 
 
 @pytest.mark.parametrize("unequal", [None, True])
-def test_parameters_given_twice_or_frozen(unequal: bool | None) -> None:
+@alike
+def test_parameters_given_twice_or_frozen(kept: bool, unequal: bool | None) -> Tensors:
     """Each sum was handed over twice, and grew with every chunk."""
+    net, frozen = Cell(), torch.ones(WIDTH)
+    x = sequence(wants=True)
 
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        net, frozen = Cell(), torch.ones(WIDTH)
-        x = sequence(wants=True)
+    def cell(h: Tensor, x: Tensor) -> Tensor:
+        return net(h, x * frozen)[0]
 
-        def cell(h: Tensor, x: Tensor) -> Tensor:
-            return net(h, x * frozen)[0]
-
-        every = [*net.parameters(), *net.parameters(), frozen]
-        out = unrolled(cell, zeros(), x, kept, parameters=every, unequal=unequal)
-        out.state.sum().backward()
-        return gradients(net, frozen, x)
-
-    assert_alike(run)
+    every = [*net.parameters(), *net.parameters(), frozen]
+    out = unrolled(cell, zeros(), x, kept, parameters=every, unequal=unequal)
+    out.state.sum().backward()
+    return gradients(net, frozen, x)
 
 
-def test_a_parameter_that_retains_its_gradient() -> None:
+@alike
+def test_a_parameter_that_retains_its_gradient(kept: bool) -> Tensors:
     """It held the sum of all partial sums."""
-
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        leaf = torch.randn(WIDTH, WIDTH, requires_grad=True)
-        weight = leaf * 2
-        weight.retain_grad()
-        out = unrolled(
-            lambda h, x: torch.tanh(h @ weight + x), zeros(), sequence(), kept, parameters=[weight]
-        )
-        out.state.sum().backward()
-        return gradients(leaf, weight)
-
-    assert_alike(run)
+    leaf = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    weight = leaf * 2
+    weight.retain_grad()
+    out = unrolled(
+        lambda h, x: torch.tanh(h @ weight + x), zeros(), sequence(), kept, parameters=[weight]
+    )
+    out.state.sum().backward()
+    return gradients(leaf, weight)
 
 
 # --------------------------------------------------------------- kinds of cells
 
 
-def test_torch_func_inside_a_cell() -> None:
+@alike
+def test_torch_func_inside_a_cell(kept: bool) -> Tensors:
     """It allows no hooks on saved tensors, with which tapes are measured."""
+    net = Cell()
 
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        net = Cell()
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        slope = torch.func.grad(lambda h: (torch.tanh(net.linear(h)) * x).sum())(h)
+        h = h - 0.1 * slope
+        return h, h.sum()
 
-        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-            slope = torch.func.grad(lambda h: (torch.tanh(net.linear(h)) * x).sum())(h)
-            h = h - 0.1 * slope
-            return h, h.sum()
-
-        out = unrolled(cell, zeros(), sequence(), kept, memory="1 MiB", tiers="memory:")
-        out.loss.backward()
-        return gradients(net)
-
-    assert_alike(run)
+    out = unrolled(cell, zeros(), sequence(), kept, memory="1 MiB", tiers="memory:")
+    out.loss.backward()
+    return gradients(net)
 
 
-def test_leaves_that_a_cell_makes_itself() -> None:
+@alike
+def test_leaves_that_a_cell_makes_itself(kept: bool) -> Tensors:
     """They were taken for parameters that nobody told of."""
+    net = Cell()
 
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        net = Cell()
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            at = h if h.requires_grad else h.detach().requires_grad_()
+            inner = (torch.tanh(net.linear(at)) * x).sum()
+            (slope,) = torch.autograd.grad(inner, at, create_graph=True)
+        return h - 0.1 * slope, h.sum()
 
-        def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-            with torch.enable_grad():
-                at = h if h.requires_grad else h.detach().requires_grad_()
-                inner = (torch.tanh(net.linear(at)) * x).sum()
-                (slope,) = torch.autograd.grad(inner, at, create_graph=True)
-            return h - 0.1 * slope, h.sum()
-
-        out = unrolled(cell, zeros(), sequence(), kept)
-        out.state.sum().backward()
-        return gradients(net)
-
-    assert_alike(run)
+    out = unrolled(cell, zeros(), sequence(), kept)
+    out.state.sum().backward()
+    return gradients(net)
 
 
-def test_a_cell_that_runs_only_with_a_graph() -> None:
+@alike
+def test_a_cell_that_runs_only_with_a_graph(kept: bool) -> Tensors:
     """`register_hook` raises where nothing requires a gradient."""
+    net, x = Cell(), sequence(wants=True)
 
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        net, x = Cell(), sequence(wants=True)
+    def cell(h: Tensor, x: Tensor) -> Tensor:
+        h = torch.tanh(net.linear(h) + x)
+        h.register_hook(lambda gradient: gradient * 0.9)
+        return h
 
-        def cell(h: Tensor, x: Tensor) -> Tensor:
-            h = torch.tanh(net.linear(h) + x)
-            h.register_hook(lambda gradient: gradient * 0.9)
-            return h
-
-        unrolled(cell, zeros(), x, kept).state.sum().backward()
-        return gradients(net, x)
-
-    assert_alike(run)
+    unrolled(cell, zeros(), x, kept).state.sum().backward()
+    return gradients(net, x)
 
 
 @dataclass
@@ -485,13 +461,11 @@ class Dataclass:
         return torch.tanh(h @ self.weight + x)
 
 
-def test_a_dataclass() -> None:
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        cell = Dataclass(torch.randn(WIDTH, WIDTH, requires_grad=True))
-        unrolled(cell, zeros(), sequence(), kept).state.sum().backward()
-        return gradients(cell.weight)
-
-    assert_alike(run)
+@alike
+def test_a_dataclass(kept: bool) -> Tensors:
+    cell = Dataclass(torch.randn(WIDTH, WIDTH, requires_grad=True))
+    unrolled(cell, zeros(), sequence(), kept).state.sum().backward()
+    return gradients(cell.weight)
 
 
 def test_no_cell_is_kept_alive() -> None:
@@ -508,16 +482,13 @@ def test_no_cell_is_kept_alive() -> None:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_a_compiled_cell() -> None:
+@alike
+def test_a_compiled_cell(kept: bool) -> Tensors:
     """By a compiler that makes the kernels of plain PyTorch."""
-
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        net = Cell()
-        cell = torch.compile(net, backend="aot_eager")
-        unrolled(cell, zeros(), sequence(), kept).outputs.square().sum().backward()
-        return gradients(net)
-
-    assert_alike(run)
+    net = Cell()
+    cell = torch.compile(net, backend="aot_eager")
+    unrolled(cell, zeros(), sequence(), kept).outputs.square().sum().backward()
+    return gradients(net)
 
 
 # ----------------------------------------------------------------- hidden state
@@ -746,26 +717,25 @@ def test_hidden_state_is_found_by_its_results() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3])
 @pytest.mark.parametrize("mode", ["stack", "sum", "last"])
-def test_a_state_that_stays_where_a_sequence_has_ended(mode: str, chunk: int) -> None:
+@alike
+def test_a_state_that_stays_where_a_sequence_has_ended(
+    kept: bool, mode: str, chunk: int
+) -> Tensors:
     """The very same tensor over many steps, an output at each: all those gradients come first."""
+    net = Cell()
 
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        net = Cell()
+    def cell(state: Any, x: Tensor) -> Any:
+        h, t = state
+        if int(t) % 5 in (0, 1):
+            h = torch.tanh(net.linear(h) + x)
+        return (h, t + 1), (h, h * 2)
 
-        def cell(state: Any, x: Tensor) -> Any:
-            h, t = state
-            if int(t) % 5 in (0, 1):
-                h = torch.tanh(net.linear(h) + x)
-            return (h, t + 1), (h, h * 2)
-
-        start = zeros().normal_().requires_grad_(), torch.zeros(())
-        out = unrolled(cell, start, sequence(), kept, chunk, outputs=mode)
-        one, two = out.outputs
-        loss = (one * torch.randn_like(one)).sum() + two.square().sum()
-        (loss + out.state[0].sin().sum()).backward()
-        return gradients(net, start[0])
-
-    assert_alike(run)
+    start = zeros().normal_().requires_grad_(), torch.zeros(())
+    out = unrolled(cell, start, sequence(), kept, chunk, outputs=mode)
+    one, two = out.outputs
+    loss = (one * torch.randn_like(one)).sum() + two.square().sum()
+    (loss + out.state[0].sin().sum()).backward()
+    return gradients(net, start[0])
 
 
 def test_cells_that_write_to_their_outputs_are_refused() -> None:
@@ -815,24 +785,21 @@ def test_backward_inside_a_cell_is_refused() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 9])
 @pytest.mark.parametrize("mode", ["stack", "sum", "last"])
-def test_parameters_and_inputs_as_outputs(mode: str, steps: int) -> None:
+@alike
+def test_parameters_and_inputs_as_outputs(kept: bool, mode: str, steps: int) -> Tensors:
     """Gradients of outputs come before those of uses; the sum of one is that one."""
+    net, weight, x = Cell(), zeros().normal_().requires_grad_(), zeros().normal_()
+    x.requires_grad_()
 
-    def run(kept: bool) -> Sequence[Tensor | None]:
-        net, weight, x = Cell(), zeros().normal_().requires_grad_(), zeros().normal_()
-        x.requires_grad_()
+    def cell(h: Tensor, x: Tensor) -> Any:
+        h = torch.tanh(net.linear(h) * weight) + x
+        return h, (x, weight, h)
 
-        def cell(h: Tensor, x: Tensor) -> Any:
-            h = torch.tanh(net.linear(h) * weight) + x
-            return h, (x, weight, h)
-
-        out = unrolled(cell, zeros(), [x] * steps, kept, 4, outputs=mode)
-        one, two, three = out.outputs
-        loss = (one * torch.randn_like(one)).sum() + (two * torch.randn_like(two)).sum()
-        (loss + 0.3 * three.square().sum() + out.state.square().sum()).backward()
-        return gradients(net, weight, x)
-
-    assert_alike(run)
+    out = unrolled(cell, zeros(), [x] * steps, kept, 4, outputs=mode)
+    one, two, three = out.outputs
+    loss = (one * torch.randn_like(one)).sum() + (two * torch.randn_like(two)).sum()
+    (loss + 0.3 * three.square().sum() + out.state.square().sum()).backward()
+    return gradients(net, weight, x)
 
 
 class Deep(nn.Module):

@@ -41,17 +41,10 @@ def a_model(depth: int = 4) -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(depth)))
 
 
-def checked(model: nn.Module, chain: Call, x: Any, **more: Any) -> Checked:
-    return check_chain(
-        model,
-        chain,
-        x,
-        name="Model",
-        stages=[model],
-        room_bytes=more.pop("room_bytes", float("inf")),
-        writes=False,
-        check=more.pop("check", "error"),
-    )
+def checked(model: Call, chain: Call, x: Any, stages: Any = None, **more: Any) -> Checked:
+    how: dict[str, Any] = {"name": "Model", "room_bytes": 1e9, "writes": False, "check": "error"}
+    stages = [model] if stages is None else stages
+    return check_chain(model, chain, x, stages=stages, **{**how, **more})
 
 
 class Scaled(torch.autograd.Function):
@@ -158,9 +151,7 @@ def test_the_check_restores_everything(room_bytes: float) -> None:
     random.seed(1)
     torch.manual_seed(1)
     before = torch.get_rng_state(), random.getstate(), model.own.get_state()
-    found = check_chain(
-        run, run, x, name="M", stages=[model], room_bytes=room_bytes, writes=False, check="error"
-    )
+    found = checked(run, run, x, [model], room_bytes=room_bytes)
     assert found.outcome == "equal"
     assert found.seconds > 0
     assert fired == []
@@ -186,12 +177,10 @@ def test_hidden_state_is_distinguished_from_rounding() -> None:
         return lambda given: model(given) + size * torch.randn(8, WIDTH, generator=hidden)
 
     def check(call: Call) -> Checked:
-        return check_chain(
-            call, call, x, name="M", stages=[model], room_bytes=1e9, writes=False, check="error"
-        )
+        return checked(call, call, x, [model])
 
     for size in (0.1, 1e-3):
-        with pytest.raises(StateError, match="M returns other numbers each time it is run"):
+        with pytest.raises(StateError, match="Model returns other numbers each time it is run"):
             check(noisy(size))
     assert check(noisy(1e-7)).outcome.startswith("agrees to rounding")
 
@@ -202,16 +191,7 @@ def test_gradients_that_cannot_be_compared_alone_are_left_out() -> None:
     def reentrant(given: Tensor) -> Tensor:
         return model[1:](checkpoint(model[0], given, use_reentrant=True))
 
-    found = check_chain(
-        reentrant,
-        reentrant,
-        x,
-        name="M",
-        stages=[model],
-        room_bytes=1e9,
-        writes=False,
-        check="error",
-    )
+    found = checked(reentrant, reentrant, x, [model])
     assert found.outcome.startswith("equal; gradients not compared, reentrant checkpoint")
     assert all(p.grad is None for p in model.parameters())
 
@@ -224,17 +204,8 @@ def test_a_model_that_plain_training_refuses_is_not_judged() -> None:
         y.add_(1)
         return y
 
-    found = check_chain(
-        overwritten,
-        overwritten,
-        x,
-        name="M",
-        stages=[model],
-        room_bytes=1e9,
-        writes=False,
-        check="error",
-    )
-    assert found.outcome.startswith("not checked; plain training of M fails: a tensor saved")
+    found = checked(overwritten, overwritten, x, [model])
+    assert found.outcome.startswith("not checked; plain training of Model fails: a tensor saved")
 
 
 # ------------------------------------------------------------------ the plain run in windows
@@ -254,7 +225,7 @@ def test_windows_give_plain_gradients(room_bytes: float) -> None:
 
 
 def test_too_small_a_room_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multistage.torch.measurement.both_ways._SECONDS", 0)
+    monkeypatch.setattr("multistage.torch.measurement.checking._SECONDS", 0)
     model, x = a_model(6), torch.randn(8, WIDTH, requires_grad=True)
     run = Windowed(lambda: model(x), nullcontext, 1)
     y = run.forward()
@@ -276,16 +247,7 @@ def test_a_model_may_differentiate_in_its_forward(room_bytes: float) -> None:
         (slope,) = torch.autograd.grad(model(inner).exp().sum(), inner)
         return model(given) + slope
 
-    found = check_chain(
-        penalised,
-        penalised,
-        x,
-        name="M",
-        stages=[model],
-        room_bytes=room_bytes,
-        writes=False,
-        check="error",
-    )
+    found = checked(penalised, penalised, x, [model], room_bytes=room_bytes)
     assert (found.outcome == "equal") == (room_bytes == 1e9)
     assert found.outcome == "equal" or found.outcome.startswith("not checked; forward diff")
 
@@ -300,16 +262,8 @@ def test_the_check_stays_within_the_limit(share: float) -> None:
     plan = chain.prepare(x)
     with Meter(torch.device("cpu")) as meter:
         meter.ignore([x, *chain.parameters()])
-        found = check_chain(
-            model,
-            chain,
-            x,
-            name="M",
-            stages=[model],
-            room_bytes=room_for_tapes(profile, list(model), plan.memory_bytes),
-            writes=False,
-            check="error",
-        )
+        room_bytes = room_for_tapes(profile, list(model), plan.memory_bytes)
+        found = checked(model, chain, x, room_bytes=room_bytes)
     assert found.outcome == "equal"
     assert plan.memory_bytes is not None
     assert meter.peak_bytes + x.nbytes <= plan.memory_bytes
@@ -348,22 +302,18 @@ def test_a_chain_is_checked_once_per_kind_of_input() -> None:
 
 def test_a_stage_with_hidden_state_is_refused() -> None:
     model, x = nn.Sequential(*(Counting() for _ in range(12))), torch.randn(8, WIDTH)
-    with pytest.raises(StateError, match="returns other numbers each time it is run"):
-        mst.Sequential(model, x, memory=0.6)
+    for memory in (0.6, None):  # and where every tape is kept: profiling has run the stages
+        chain = mst.Sequential(model, memory=memory)
+        for _ in range(2):  # nothing is remembered of the first
+            with pytest.raises(StateError, match="returns other numbers each time it is run"):
+                chain(x)
+            assert chain.plan is None and chain.checked is None
     with pytest.warns(DifferenceWarning, match="returns other numbers each time it is run"):
         chain = mst.Sequential(model, x, memory=0.7, check="warn")
     assert str(chain.checked).startswith("differs: ")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert str(mst.Sequential(model, x, memory=0.7, check="off").checked) == "off"
-
-
-def test_hidden_state_is_refused_where_every_tape_is_kept() -> None:
-    """Profiling has run the stages, and nothing can put such state back."""
-    model, x = nn.Sequential(Counting(), Counting()), torch.randn(8, WIDTH)
-    with pytest.raises(StateError, match="returns other numbers each time it is run"):
-        mst.Sequential(model, x)
-    assert mst.Sequential(a_model(), x).checked.outcome == "equal"  # type: ignore[union-attr]
 
 
 def test_computed_parameters_keep_their_graph() -> None:
@@ -376,22 +326,12 @@ def test_computed_parameters_keep_their_graph() -> None:
     assert scale.grad is not None
 
 
-def test_a_failed_check_changes_nothing() -> None:
-    model, x = nn.Sequential(*(Counting() for _ in range(12))), torch.randn(8, WIDTH)
-    chain = mst.Sequential(model, memory=0.6)
-    for _ in range(2):  # nothing is remembered of the first
-        with pytest.raises(StateError, match="each time"):
-            chain(x)
-        assert chain.plan is None and chain.checked is None
-
-
 def test_a_check_that_fails_leaves_hooks() -> None:
     x, other = torch.randn(3, requires_grad=True), torch.randn(3)
     seen: list[Tensor] = []
     x.register_hook(seen.append)
-    how: dict[str, Any] = {"name": "f", "stages": [], "room_bytes": float("inf")}
-    how |= {"writes": False, "check": "error", "targets": [x, other]}
-    assert check_chain(torch.clone, torch.clone, x, **how).outcome.startswith("not checked")
+    found = checked(torch.clone, torch.clone, x, [], targets=[x, other])
+    assert found.outcome.startswith("not checked")
     x.sum().backward()
     assert len(seen) == 1
 

@@ -24,9 +24,7 @@ from multistage.support.waiting import Latch
 from multistage.torch.environment.captured import Snapshot
 from multistage.torch.environment.scope import Place, Scope
 from multistage.torch.environment.states import refuse_shared
-from multistage.torch.sequences.costs import Steps
-from multistage.torch.sequences.inputs import InputGradients, Inputs
-from multistage.torch.sequences.results import Collector
+from multistage.torch.sequences.costs import KindCost, Steps
 from multistage.torch.tensors.checksums import Checksums, checksum, fingerprint
 from multistage.torch.tensors.geometry import Geometry, whole
 from multistage.torch.tensors.graphs import graph_begins, leaves_below
@@ -112,51 +110,10 @@ def test_a_graph_from_before_the_cell_is_refused() -> None:
 # ----------------------------------------------------------------- sequences
 
 
-def _facts(summed: bool = False) -> Any:
-    return SimpleNamespace(summed=(summed,), y_spec=None)
-
-
-def test_the_gradient_of_a_last_output_goes_to_the_last_step() -> None:
-    last = Collector(_facts(), (0, 5), "last", True)
-    gradient = torch.ones(2)
-    assert last.gradient(0, 0, torch.zeros(3, 2), gradient) is None
-    found = last.gradient(0, 3, torch.zeros(2, 2), gradient)
-    assert found is not None and found.tolist() == [[0, 0], [1, 1]]
-
-
-def test_a_sum_does_not_share_memory_with_its_first_term() -> None:
-    total = Collector(_facts(summed=True), (0, 2), "stack", False)
-    first = torch.tensor(1.0)
-    total.add(0, [first])
-    first += 5  # as a cell may that keeps it
-    total.add(1, [torch.tensor(2.0)])
-    assert [v.item() for v in total.values() if v is not None] == [3.0]
-
-
-def test_inputs_that_were_written_to_are_noticed() -> None:
-    for given in (torch.zeros(3, 2), [torch.zeros(2), torch.ones(2)]):
-        inputs = Inputs(given, None)
-        assert not inputs.changed()
-        given[1].add_(1)
-        assert inputs.changed()
-
-
-def test_an_input_of_several_steps_is_a_parameter() -> None:
-    once, twice = (torch.zeros(2, requires_grad=True) for _ in range(2))
-    inputs = Inputs([twice, once, twice], None)
-    assert [t is twice for t in inputs.repeated] == [True]
-    assert [t is once for t in inputs.tensors()] == [True]
-    leaves: list[Any] = []
-    assert inputs.at(1, leaves) is leaves[0][1] is not once
-    gradients = InputGradients(inputs)
-    gradients.put(leaves[0][0], torch.ones(2))
-    assert [g.tolist() for g in gradients.values() if g is not None] == [[1, 1]]
-
-
 def test_sums_of_gradients_are_there_while_other_steps_of_a_chunk_are_reversed() -> None:
     step = Stage("step", 1.0, 2.0, 10, 20, gradient_bytes=0, backward_overhead_bytes=5)
-    nothing = [0, 0]
-    steps = Steps([step, step], [20, 20], nothing, nothing, 10, 0, [(0,), (1,)], [100, 3000])
+    each = [KindCost(step, 20, parameters=(k,)) for k in range(2)]
+    steps = Steps(each, 10, 0, [100, 3000])
     assert [s.backward_overhead_bytes for s in steps.chained([0, 1, 2]).stages] == [5, 5]
     assert [s.backward_overhead_bytes for s in steps.chained([0, 2]).stages] == [3005]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 import multistage.torch as mst
 from multistage.errors import ArgumentError, BudgetError
 from multistage.torch.sequences import planning, running
-from multistage.torch.sequences.remembered import Memory
 from multistage.torch.tensors.meter import Meter
 
 
@@ -106,31 +104,6 @@ def test_a_lighter_cell_of_a_kind_takes_the_plan_of_a_heavier_one(measurements: 
     assert mst.unroll(Inner(20), h, x, memory="200 KiB").plan is known
     assert mst.unroll(Inner(22), h, x, memory="200 KiB").plan is not known
     assert len(measurements) == 2
-
-
-def test_many_threads_plan_at_once() -> None:
-    """With more kinds than are remembered, in tiers that are measured."""
-    memory: Memory[int] = Memory()
-    wrong: list[object] = []
-    ready = threading.Barrier(4)
-
-    def work(offset: int) -> None:
-        ready.wait()
-        for k in range(2000):
-            key = (k * 7 + offset) % 200
-            try:
-                if memory.got(key, lambda key=key: key) != key:
-                    wrong.append(key)
-            except BaseException as error:
-                wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert len(memory._found) == 64
 
 
 @pytest.mark.parametrize("several", [False, True])

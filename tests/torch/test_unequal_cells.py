@@ -33,9 +33,6 @@ from multistage.errors import (
 )
 from multistage.model.tier import Tier
 from multistage.torch.sequences import planning, running, search
-from multistage.torch.sequences.arguments import Settings
-from multistage.torch.sequences.costs import Steps
-from multistage.torch.sequences.search import Unequal, choose
 from multistage.torch.tensors.meter import Meter
 
 SMALL = "buffers=24KiB"
@@ -492,13 +489,12 @@ def test_states_of_kinds_are_let_go_of_before_the_sequence_is_run() -> None:
 
 def test_a_graph_counts_the_state_before_it_that_leaves() -> None:
     """A graph refers to its input: where it is held, the state's memory is not free."""
-    stage = ms.Stage("step", 1.0, 2.0, 1000, 1100, gradient_bytes=1000)
-    nothing = [0] * 40
-    steps = Steps([stage] * 40, [1100] * 40, nothing, nothing, 1000, 0)
-    store = MemoryStore(buffer_bytes=4096)
-    settings = Settings(None, (store,), 1, "stream", False)
-    plan = choose(Unequal(steps, settings, store), 40, 40_000, settings, has_tier=True)
-    assert plan.chain is not None and plan.planner == "stream"
+    stage = ms.Stage("step", 1.0, 2.0, 1000, 2100, gradient_bytes=1000)
+    cell, h = (lambda h, x: torch.sin(h)), torch.zeros(250, requires_grad=True)
+    options: Any = {"tiers": MemoryStore(buffer_bytes=4096), "planner": "stream", "chunk": 1}
+    costs = ms.StageCosts((stage,) * 40, 1000)
+    plan = mst.unroll(cell, h, None, n_steps=40, memory=40_000, costs=costs, **options).plan
+    assert plan is not None and plan.chain is not None and plan.planner == "stream"
     held, evicted = set[int](), 0
     for action in plan.chain.actions:
         match action:
@@ -509,7 +505,7 @@ def test_a_graph_counts_the_state_before_it_that_leaves() -> None:
             case Evict(step):
                 evicted += 1
                 counted = plan.chain.costs.stages[step].tape_bytes
-                assert step not in held or counted == 1100 + 1000
+                assert step not in held or counted == 2100 + 1000
     assert evicted
 
 
@@ -906,7 +902,7 @@ def test_a_sequence_inside_a_cell_is_planned_once(
         monkeypatch.setattr(module, name, call)
 
     fast = Tier.of_rates(1e12, 1e12, tapes=False)
-    counted(planning, "choose", choose)
+    counted(planning, "choose", planning.choose)
     counted(planning, "measured_kind", planning.measured_kind)
     counted(search, "measured_rates", lambda store, nbytes: fast)
     inner, outer, xs = Inner(), Inner(), torch.randn(16, 5, 6)

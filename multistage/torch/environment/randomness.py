@@ -317,7 +317,7 @@ def device_types(tensors: Sequence[Tensor]) -> list[str]:
     return sorted({"cpu", *(device.type for device in random_devices(tensors))})
 
 
-def cuda_or_cpu(tensors: Sequence[Tensor]) -> torch.device:
+def cuda_or_cpu(tensors: Iterable[Tensor]) -> torch.device:
     """Return the first CUDA device that some tensors lie on, the CPU if there is none."""
     return next((t.device for t in tensors if t.device.type == "cuda"), torch.device("cpu"))
 

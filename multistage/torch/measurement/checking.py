@@ -17,27 +17,52 @@ one checked; hooks on gradients; and parameters that no output's gradient reache
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd.graph import Node
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from ...errors import ArgumentError, DifferenceWarning, StateError
+from ..environment.captured import Snapshot, left_behind
+from ..environment.copies import cloned
+from ..environment.randomness import device_types
 from ..environment.scope import Scope
-from .both_ways import Both, NotAlone
-from .comparing import agree, bits, differences, listed, projected
+from ..environment.settings import Autocast, autocast, casting_anew
+from ..environment.states import tensors_in
+from ..tensors.checksums import fingerprint
+from ..tensors.meter import Meter
 from .exploring import Call
-from .measure import Profile
-from .plainly import TooDear
+from .measure import Profile, bytes_held, hooks_silent
+from .plainly import TooDear, Windowed, forgetting
 
 Check: TypeAlias = Literal["error", "warn", "off"]
 CHECKS = ("error", "warn", "off")
 
 # Room that there is always: as much as a checksum takes.
 _LEAST = 1 << 16
+Seen: TypeAlias = dict[str, object]
+# Runs forward of the model within the limit.  A backward takes about as long as two, and a
+# run again stops halfway on average: 1 + 7 / 2 + 2 are 2.2 plain iterations.
+_MOST_RUNS = 8
+# Models that are run forward so quickly may be run more often.
+_SECONDS = 1.0
+# In which all that attributes hold has been replaced.
+_MOST_ITERATIONS = 4
+_ABSENT = object()
+# Of two runs of operators that are not deterministic, relative: sums in another order.  Those of
+# a processor hardly ever are; a hidden counter behind a norm may be felt no more than 1e-3.
+_ROUNDING, _ROUNDING_ON_CPU = 1e-3, 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +159,7 @@ def _compared(
 ) -> str:
     plainly = both.plainly(reference)
     try:
-        plain = both.seen(plainly, bits)
+        plain = both.seen(plainly, fingerprint)
         outcome = "equal"
     except TooDear:
         both.snapshot.restore()
@@ -146,7 +171,7 @@ def _compared(
         outcome = f"equal; gradients not compared, {error}"
     except RuntimeError as error:  # of autograd: as training itself would end
         return f"not checked; plain training of {name} fails: {str(error).partition(chr(10))[0]}"
-    look = bits if outcome == "equal" else None
+    look = fingerprint if outcome == "equal" else None
     ours = both.seen(chain, look)
     if plain == ours:
         return outcome
@@ -203,7 +228,374 @@ def room_for_tapes(profile: Profile, stages: Sequence[Call], limit_bytes: int | 
     return max(left, _LEAST)
 
 
-# --------------------------------------------------------------------- looking
+# ------------------------------------------------------------------ both ways
 
 
-# -------------------------------------------------------------------- comparing
+class NotAlone(Exception):
+    """The gradients cannot be had without those that `.grad` is of."""
+
+
+class Both:
+    """Runs what is compared, from the same start."""
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        sample: object,
+        writes: bool,
+        room_bytes: float,
+        targets: Sequence[Tensor] | None = None,
+    ) -> None:
+        self._targets, self._room = targets, room_bytes
+        leaves = pytree.tree_leaves(sample)
+        self._scope = Scope([*calls, *(x for x in leaves if not isinstance(x, Tensor))])
+        self.modules = self._scope.look().named
+        self.sample, self._writes = sample, writes
+        self.names: dict[int, str] = {}
+        for path, module in self.modules.items():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.names.setdefault(id(parameter), f"{path}.{key}" if path else str(key))
+        self._parameters = [
+            p for m in self.modules.values() for p in m._parameters.values() if p is not None
+        ]
+        involved = [*tensors_in(sample), *self._parameters]
+        self._autocast = Autocast.capture(device_types(involved))
+        self.snapshot = Snapshot(self._scope, tensors_in(sample))
+
+    def inputs(self) -> object:
+        """Return the sample as leaves, which are one or share memory where the sample's do."""
+        given = tensors_in(self.sample)
+        fresh = cloned(given) if self._writes else [t.detach() for t in given]
+        known = {id(t): f for t, f in zip(given, fresh, strict=True)}
+        for tensor in given:
+            known[id(tensor)].requires_grad_(tensor.requires_grad)
+        return pytree.tree_map(lambda x: known.get(id(x), x), self.sample)
+
+    def _forgetting(self) -> AbstractContextManager[object]:
+        return forgetting(self._room, [*self._parameters, *tensors_in(self.sample)])
+
+    def plainly(self, reference: Call) -> Call:
+        """Return the reference, run in windows."""
+
+        def run(inputs: object) -> object:
+            held = [*self._parameters, *tensors_in(inputs)]
+            windowed = Windowed(
+                lambda: reference(_writable(inputs) if self._writes else inputs),
+                self._again,
+                self._room,
+                held,
+            )
+            began = time.perf_counter()
+            output = windowed.forward()
+            seconds = max(1e-6, time.perf_counter() - began)
+            windowed.most_runs = max(_MOST_RUNS, int(_SECONDS / seconds))
+            if windowed.expected_runs > windowed.most_runs:
+                raise TooDear
+            return output
+
+        return run
+
+    @contextlib.contextmanager
+    def _again(self) -> Iterator[None]:
+        now = Snapshot(self._scope, tensors_in(self.sample))
+        self.snapshot.restore()
+        try:
+            with autocast(self._autocast):
+                yield
+        finally:
+            now.restore()
+
+    def seen(self, call: Call, look: Callable[[Tensor], object] | None) -> Seen:
+        """Run forward, and backward to `look` at gradients; return all that is left behind."""
+        found: Seen = {}
+        with hooks_silent(self.modules.values()), torch.enable_grad():
+            inputs = self.inputs()
+            # Without a look at gradients nothing that is saved for them is needed.
+            with self._forgetting() if look is None else contextlib.nullcontext():
+                output = call(_writable(inputs) if self._writes else inputs)
+            leaves, spec = pytree.tree_flatten(output)
+            found["the structure of the output"] = str(spec)
+            if look is not None:
+                found |= self._gradients(inputs, leaves, look)
+            for number, leaf in enumerate(leaves):
+                value = look(leaf) if look and isinstance(leaf, Tensor) else fingerprint(leaf)
+                # Of sequences, leaves of the state may require gradients for other steps' sake.
+                judged = self._targets is None and isinstance(leaf, Tensor)
+                wants = leaf.requires_grad if judged else None
+                found[f"output {number}"] = value, wants
+        found |= left_behind(self._scope, tensors_in(self.sample))
+        self.snapshot.restore()
+        return found
+
+    def peak_bytes(self, chain: Call, meter: Meter) -> int:
+        """Return the most bytes alive at once in iterations by a chain, one after the other.
+
+        Another is run as long as one finds more alive: attributes of modules may hold on to
+        tensors until the next replaces them.
+
+        Parameters
+        ----------
+        chain : callable
+            Takes the sample.
+        meter : Meter
+            Given again, it knows what is left of earlier iterations.
+        """
+        given = tensors_in(self.sample)
+        known = [*self._parameters, *given, *self._scope.look().tensors]
+        meter.ignore([*known, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
+        caches = torch.is_autocast_cache_enabled() and any(each.enabled for each in self._autocast)
+        most, silent = 0, hooks_silent(self.modules.values())
+        try:
+            # What autocast keeps is the caller's, and let go when he leaves its context.
+            with silent, torch.enable_grad(), casting_anew(), meter:
+                for _ in range(_MOST_ITERATIONS):
+                    meter.reset_peak()
+                    inputs, casts = self.inputs(), _Casts(self._parameters if caches else ())
+                    with casts:
+                        leaves = pytree.tree_leaves(chain(inputs))
+                    forward_bytes = meter.peak_bytes + sum(casts.nbytes.values())
+                    meter.reset_peak()
+                    self._gradients(inputs, leaves, _nothing)
+                    del inputs, leaves
+                    before, most = most, max(most, forward_bytes, meter.peak_bytes)
+                    if most == before or not meter.live_bytes():
+                        break
+        finally:
+            self.snapshot.restore()
+        return most + bytes_held(given)
+
+    def _gradients(
+        self, inputs: object, outputs: Sequence[object], look: Callable[[Tensor], object]
+    ) -> Seen:
+        roots = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+        given = [t for t in tensors_in(inputs) if t.requires_grad]
+        names = {id(t): f"the gradient of input {k}" for k, t in enumerate(given)}
+        targets: list[Tensor] = []
+        found: Seen = {}
+        ends = {p.grad_fn: p for p in self._parameters if p.grad_fn is not None}
+        below = _leaves_of(roots, ends) if self._targets is None else [*given, *self._targets]
+        for leaf in below:
+            other = names.get(id(leaf)) or f"the gradient of {self.names.get(id(leaf))}"
+            if id(leaf) not in names and id(leaf) not in self.names:
+                other = f"the gradient of a tensor of shape {tuple(leaf.shape)} ({len(targets)})"
+            names[id(leaf)] = other
+            targets.append(leaf)
+        if not targets or not roots:
+            return found
+        aside = [(t._backward_hooks, dict(t._backward_hooks)) for t in targets if t._backward_hooks]
+        for hooks, _ in aside:
+            hooks.clear()
+        # A forward that runs again in between may differentiate by the same tensors.
+        passes: set[int] = set()
+        handles: list[RemovableHandle] = []
+        try:
+            handles += (t.register_hook(lambda _: passes.add(_backward_pass())) for t in roots)
+            handles += (t.register_hook(_taker(found, names[id(t)], look, passes)) for t in targets)
+            keep = self._targets is not None or bool(ends)
+            adjoints = _adjoints(roots)
+            torch.autograd.grad(roots, targets, adjoints, retain_graph=keep, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+            for hooks, kept in aside:
+                hooks.update(kept)
+        return found
+
+    # --------------------------------------------------------------- the first module
+
+    def first_module(self, reference: Call, chain: Call, found: Sequence[str]) -> str:
+        """Return where the two begin to differ, as the end of a sentence."""
+        if not any(name.startswith(("output", "the structure")) for name in found):
+            return ""
+        try:
+            calls = [self._calls(reference), self._calls(chain)]
+        except Exception:  # where to look is not worth another error
+            return ""
+        common = {path for path, _ in calls[0]} & {path for path, _ in calls[1]}
+        plain, ours = ([each for each in run if each[0] in common] for run in calls)
+        agreed = ""
+        for (path, bits), (other, others) in zip(plain, ours, strict=False):
+            if path != other or bits != others:
+                after = f" (the last that agrees is {agreed!r})" if agreed else ""
+                kind = type(self.modules[path]).__name__
+                return f"; first at the output of module {path!r}, {kind}{after}"
+            agreed = path
+        return f"; all modules up to {agreed!r} agree" if agreed else ""
+
+    def _calls(self, call: Call) -> list[tuple[str, object]]:
+        """Return the modules called, with fingerprints of their outputs."""
+        noted: list[tuple[str, object]] = []
+
+        def note(path: str) -> Callable[[object, object, object], None]:
+            return lambda _m, _given, output: noted.append(
+                (path, tuple(fingerprint(t) for t in tensors_in(output)))
+            )
+
+        handles = [m.register_forward_hook(note(path)) for path, m in self.modules.items()]
+        try:
+            with torch.enable_grad(), self._forgetting():
+                call(self.inputs())
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.snapshot.restore()
+        return noted
+
+
+class _Casts(TorchDispatchMode):
+    """Counts the weights that autocast would keep as it has cast them.
+
+    Attributes
+    ----------
+    nbytes : dict of int
+        Bytes of the casts, by the identity of the weight.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._weights = {id(w) for w in weights if w.requires_grad and w.is_leaf}
+        self.nbytes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and id(args[0]) in self._weights:
+            assert isinstance(result, Tensor)
+            self.nbytes[id(args[0])] = result.nbytes
+        return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, for seconds
+
+
+def _nothing(tensor: Tensor) -> None:
+    """Look at a tensor without making another."""
+
+
+def _backward_pass() -> int:
+    """Return the number of the backward pass that is at work in this thread."""
+    return torch._C._current_graph_task_id()
+
+
+def _taker(
+    found: Seen, name: str, look: Callable[[Tensor], object], passes: Set[int]
+) -> Callable[[Tensor | None], Tensor | None]:
+    def take(gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or _backward_pass() not in passes:  # None: a Function returned none
+            return None
+        found[name] = look(gradient)
+        # What is kept until the end is one number in place of the gradient.
+        if gradient.layout is not torch.strided:  # of which no view can be expanded
+            return torch.zeros_like(gradient)
+        with _disable_current_modes():
+            return gradient.new_zeros(()).expand(gradient.shape)
+
+    return take
+
+
+def _adjoints(roots: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients of outputs: random, since equal ones vanish in a softmax or a norm."""
+    found = []
+    for number, root in enumerate(roots):
+        generator = torch.Generator(root.device).manual_seed(number)
+        found.append(torch.empty_like(root).normal_(generator=generator))
+    return found
+
+
+def _writable(inputs: object) -> object:
+    """Return copies for a run to write to; gradients reach the inputs."""
+    given = tensors_in(inputs)
+    known = {id(t): copy for t, copy in zip(given, cloned(given), strict=True)}
+    known |= {id(t): t.clone() for t in given if t.requires_grad}
+    return pytree.tree_map(lambda x: known.get(id(x), x), inputs)
+
+
+def _leaves_of(roots: Sequence[Tensor], ends: Mapping[Node, Tensor]) -> list[Tensor]:
+    """Return the leaves of a graph, in order of the walk; `ends` belong to tensors that are ends.
+
+    A parameter that was computed (`functional_call`) has a graph of its own, for later.
+    """
+    stack: list[Node | None] = [t.grad_fn for t in roots]
+    found = {id(t): t for t in roots if t.grad_fn is None}
+    seen: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in ends:
+            found[id(ends[node])] = ends[node]
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            raise NotAlone("reentrant checkpoint computes them only together with .grad")
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found[id(variable)] = variable
+        stack += [below for below, _ in node.next_functions]
+    return list(found.values())
+
+
+# ------------------------------------------------------------------ comparing
+
+
+def differences(ones: Mapping[str, object], others: Mapping[str, object]) -> list[str]:
+    """Return the names of what differs; gradients last, from the output backwards."""
+    names = [n for n in {**ones, **others} if ones.get(n, _ABSENT) != others.get(n, _ABSENT)]
+    gradients = [n for n in names if n.startswith("the gradient")]
+    outputs = [n for n in names if n.startswith(("output", "the structure"))]
+    rest = [n for n in names if n not in gradients and n not in outputs]
+    return [*outputs, *rest, *gradients]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return at most three names, and how many more there are."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def projected(tensor: Tensor) -> object:
+    """Return a sum with fixed random weights, and what its size would be: for rounding."""
+    tensor = tensor.detach()
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return fingerprint(tensor)
+    generator = torch.Generator(tensor.device).manual_seed(0)
+    values = tensor.abs().double() if tensor.is_complex() else tensor.double()
+    weights = torch.empty_like(values).normal_(generator=generator)
+    share = _ROUNDING_ON_CPU if tensor.device.type == "cpu" else _ROUNDING
+    if tensor.is_floating_point():
+        share = max(share, torch.finfo(tensor.dtype).eps)
+    return _Rounded(float((values * weights).sum()), float(values.norm()), share)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounded:
+    projection: float
+    norm: float
+    share: float  # of the norm, by which two runs may differ
+
+    def close(self, other: object) -> bool:
+        if not isinstance(other, _Rounded):
+            return False
+        scale = max(self.norm, other.norm, 1e-30)
+        return abs(self.projection - other.projection) <= self.share * scale
+
+
+def agree(ones: Seen, others: Seen) -> bool:
+    """Return whether two runs have the same values, up to rounding where that is compared."""
+    if ones.keys() != others.keys():
+        return False
+    for name, one in ones.items():
+        other = others[name]
+        if one == other:
+            continue
+        inner, outer = (v[0] if isinstance(v, tuple) and v else v for v in (one, other))
+        if not (isinstance(inner, _Rounded) and inner.close(outer)):
+            return False
+    return True

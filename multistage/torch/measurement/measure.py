@@ -17,30 +17,34 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import resource
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as modules_of_torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from ...errors import ArgumentError
 from ...model.stages import Stage, StageCosts
 from ..environment.captured import Environment
+from ..environment.places import Held, Place, replacing
 from ..environment.randomness import Generators
 from ..environment.scope import Scope
 from ..environment.settings import casting_anew, leave_hooks_alone
 from ..environment.states import tensors_in
 from ..tensors.checksums import digest
 from ..tensors.meter import Meter, OperationsMeter, storages_of
-from .clocks import Moment, moment, seconds_between, seconds_of
 from .exploring import Call, explore, fresh_copy, has_node, untouched
 from .joining import grouped
 from .saved import Caught, Saved, never
-from .stand_ins import hooks_silent, standing_in
 from .traits import Count, Sizes, Traits, bytes_of
 
 _LEAST_ROUNDS = 2  # of timing a stage: the first pays for what is made once
@@ -50,6 +54,9 @@ _Meter = TypeVar("_Meter", Meter, OperationsMeter)
 _ENGINE_ROUNDS = 20
 _DIGEST_BYTES = 1 << 22
 _CHECKPOINTS = ("CheckpointFunctionBackward",)  # reentrant ones of torch
+# By the clock, computed by the thread, and how often it lost its core; or an event on a device.
+Moment: TypeAlias = tuple[float, float, int] | torch.Event
+_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # on Linux
 
 
 @dataclass(slots=True)
@@ -306,6 +313,41 @@ class StageRun:
         )
 
 
+def moment(device: torch.device) -> Moment:
+    """Return this moment of a computation on a device, which is not waited for."""
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+    lost = resource.getrusage(_THREAD).ru_nivcsw if _THREAD is not None else 0
+    return time.perf_counter(), time.thread_time(), lost
+
+
+def seconds_between(began: Moment, ended: Moment) -> float:
+    """Return the seconds between two moments, but those in which others had the thread's core.
+
+    Where torch computes in other threads too, these are unknown, and part of it.
+    """
+    if isinstance(began, tuple) and isinstance(ended, tuple):
+        own = ended[2] > began[2] and torch.get_num_threads() == 1
+        return ended[1] - began[1] if own else ended[0] - began[0]
+    assert not isinstance(began, tuple) and not isinstance(ended, tuple)
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds some work takes, on its device and until it is done."""
+    host = torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = moment(host)
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return seconds_between(began, moment(host))
+
+
 @functools.cache
 def engine_s() -> float:
     """Return the seconds in which the engine starts: once for a chain, not once a stage."""
@@ -439,14 +481,20 @@ def measure_stages(
     scope = Scope(stages)
     parameters = scope.parameters()
     device = _device([*tensors_in(sample), *parameters])
-    # FSDP2 gathers parameters for the backward pass in hooks on tensors.
-    ours = not sharded(parameters)
-    with untouched(scope, sample), hooks_silent(scope.modules, on_tensors=ours), casting_anew():
-        groups, traits = explore(stages, names, sample)
+    # FSDP2 gathers parameters for the backward pass in hooks on tensors; what is compiled would be
+    # compiled once more, for the mode.
+    hooks = HooksOnTensors()
+    ours = not (sharded(parameters) or compiled_among(scope.modules))
+    with untouched(scope, sample), hooks_silent(scope.modules), casting_anew():
+        with hooks if ours else contextlib.nullcontext():
+            groups, traits = explore(stages, names, sample)
         if costs is None:
-            costs, sizes = _measure_groups(
-                grouped(stages, groups), traits, sample, device, seconds, parameters
-            )
+            # Stages that write to their input were not run with a graph.
+            met = hooks.met or traits[0].changes_input or len(groups) < len(stages)
+            with hooks if ours and met else contextlib.nullcontext():
+                costs, sizes = _measure_groups(
+                    grouped(stages, groups), traits, sample, device, seconds, parameters
+                )
             traits = tuple([replace(t, sizes=each) for t, each in zip(traits, sizes, strict=True)])
         elif len(costs.stages) != len(groups):
             raise ArgumentError(
@@ -531,6 +579,14 @@ def sharded(parameters: Iterable[Tensor]) -> bool:
     return any(hasattr(p, "full_tensor") for p in parameters)
 
 
+def compiled_among(modules: Iterable[nn.Module]) -> bool:
+    """Whether `torch.compile` made one of some modules."""
+    return any(
+        type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        for module in modules
+    )
+
+
 @contextlib.contextmanager
 def _gradients_put_back(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Run without gradients on some parameters; put theirs back at the end.
@@ -553,3 +609,80 @@ def _gradients_put_back(parameters: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def standing_in(scope: Scope) -> Iterator[list[Tensor]]:
+    """Put stand-ins in the place of all that requires gradients; yield them.
+
+    They share the parameters' memory.
+    """
+    stand_ins = {
+        id(p): nn.Parameter(p.detach()) if type(p) is nn.Parameter else p.detach().requires_grad_()
+        for p in scope.parameters()
+        if p.requires_grad and p.is_leaf
+    }
+    put: list[tuple[Place, Held]] = []
+    try:
+        for place in scope.look().places:
+            if any(id(value) in stand_ins for value in place.values()):
+                put.append((place, place.read()))
+                other = replacing(place.read(), lambda value: stand_ins.get(id(value), value))
+                place.put_back(other)
+        yield list(stand_ins.values())
+    finally:
+        for place, held in reversed(put):
+            place.put_back(held)
+
+
+@contextlib.contextmanager
+def hooks_silent(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run without the backward hooks of some modules."""
+    modules = list(modules)
+    own = {id(module) for module in modules}
+    tables: list[dict[Any, Any]] = [
+        table for m in modules for table in (m._backward_hooks, m._backward_pre_hooks)
+    ]
+    tables += [modules_of_torch._global_backward_hooks, modules_of_torch._global_backward_pre_hooks]
+    before = [(table, dict(table)) for table in tables if table]
+    for table, hooks in before:
+        for key, hook in hooks.items():
+            table[key] = _but_of(own, hook)
+    try:
+        yield
+    finally:
+        for table, hooks in before:
+            for key, hook in hooks.items():
+                if key in table:
+                    table[key] = hook
+
+
+def _but_of(modules: set[int], hook: Callable[..., Any]) -> Callable[..., Any]:
+    def called(module: nn.Module, *given: Any) -> Any:
+        return None if id(module) in modules else hook(module, *given)
+
+    return called
+
+
+class HooksOnTensors(TorchFunctionMode):
+    """Ignores hooks that stages set on tensors while they are profiled, in this thread.
+
+    Attributes
+    ----------
+    met : bool
+        Whether a stage has set one: else stages are timed without this mode, which takes time.
+    """
+
+    met = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is Tensor.register_hook:
+            self.met = True
+            return RemovableHandle(OrderedDict())
+        return func(*args, **(kwargs or {}))

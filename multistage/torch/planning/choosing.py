@@ -15,16 +15,15 @@ from ...model.budget import memory_bytes
 from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
 from ...planners.chain.heterogeneous import ChainPlan, plan_chain
-from ...support.free_memory import default_budget_bytes
 from ...support.units import format_bytes
 from ..chains.hooking import hooks_s
+from ..environment.randomness import cuda_or_cpu
 from ..environment.states import tensors_in
 from ..measurement.measure import Profile
+from ..tensors.meter import free_bytes
 from ..tiers.tiered import Tiered
 from .limited import LimitedModule, is_plain, sends
 
-# Of the memory that is free on a CUDA device, where no limit is given.
-_DEVICE_SHARE = 0.9
 # A plan with a tier must be faster than one without by this factor: clocks are not exact,
 # and what is chosen for less is noise.
 PAYS = 0.98
@@ -215,10 +214,7 @@ def _in_bytes(profile: Profile, memory: int | str | float | None) -> int | None:
 
 def device_of(sequential: LimitedModule) -> torch.device:
     """Return the first CUDA device of the parameters, else the CPU."""
-    for parameter in sequential.parameters():
-        if parameter.device.type == "cuda":
-            return parameter.device
-    return torch.device("cpu")
+    return cuda_or_cpu(sequential.parameters())
 
 
 def limit_of(sequential: LimitedModule, state: object) -> int | str | float | None:
@@ -226,14 +222,7 @@ def limit_of(sequential: LimitedModule, state: object) -> int | str | float | No
     chain = sequential._multistage
     if chain.memory is not None or chain.planner == "store-all":
         return chain.memory
-    tensors = [*tensors_in(state), *sequential.parameters()]
-    for tensor in tensors:
-        if tensor.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(tensor.device)
-            idle = torch.cuda.memory_reserved(tensor.device)
-            idle -= torch.cuda.memory_allocated(tensor.device)
-            return int(_DEVICE_SHARE * (free + idle))
-    return default_budget_bytes()
+    return free_bytes(cuda_or_cpu([*tensors_in(state), *sequential.parameters()]))
 
 
 def held_by_caller(costs: StageCosts) -> StageCosts:

@@ -1,24 +1,45 @@
-"""Plans of a chain for each kind of input: profiled, chosen, checked, remembered."""
+"""Plans of a chain for each kind of input: profiled, chosen, metered, checked, remembered.
+
+What iterations really hold.  A plan is made of what each stage was measured to hold by itself.
+What belongs to no stage shows when they run together: tensors in attributes, which last until
+the next iteration replaces them, closures of hooks on gradients, casts of weights that autocast
+keeps.  So iterations by a new plan are metered before it is used, and some of those that train.
+What is held beside the stages is reserved within the limit: it lies there all the time, as the
+input does.
+
+Inputs of other lengths.  Inputs whose shapes lie on a line with those of two measured kinds, as
+sequences of several lengths do, cost what lies on the line through theirs.  Bytes grow no slower
+than linearly, so that between two measured lengths they are estimated too high rather than too
+low.  The estimate is verified as the chain runs: what stages save and return is compared with
+it, and the first iteration is metered.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import warnings
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import combinations
+from typing import TypeAlias, TypeVar
 
 import torch
 
-from ...errors import ArgumentError, BudgetError, CheckpointWarning, StoreError
-from ...planners.chain.heterogeneous import ChainPlan
+from ...errors import ArgumentError, BudgetError, CheckpointWarning, MultistageError, StoreError
+from ...model.stages import Stage, StageCosts
+from ...planners.chain.heterogeneous import ChainPlan, smallest_memory
+from ...support.units import format_bytes
 from ..chains.holdings import CannotTravel
 from ..environment.scope import Found
 from ..environment.turns import TURN
-from ..measurement.checking import Checked, check_chain, room_for_tapes
+from ..measurement.checking import Both, Checked, NotAlone, check_chain, room_for_tapes
 from ..measurement.measure import Profile, measure_stages
+from ..measurement.traits import Sizes
 from ..measurement.watching import Seen
+from ..tensors.meter import Meter
 from ..tiers.tiered import Tiered
-from .choosing import PAYS, chosen, limit_of
-from .holding import corrected, within_limit
-from .lengths import estimated
+from .choosing import PAYS, chosen, device_of, held_by_caller, limit_of
 from .limited import (
     Kind,
     Limited,
@@ -36,7 +57,18 @@ from .limited import (
 )
 from .running import fitted, run, with_sizes
 
+_log = logging.getLogger(__name__)
+_MOST_PLANS = 12  # for one input
+# Not looked at: states of generators, 5 KB each, which sweeps compare, and copies of counters.
+_SMALL_BYTES = 1 << 16
+_BESIDE = (
+    "tensors in attributes, closures of hooks on gradients, weights as autocast keeps them, or "
+    "what else no single stage was measured to hold"
+)
 _KINDS = 256  # of input whose plans are remembered: those used last
+_NEAR = 2  # times a measured length, or a part of it: what is estimated is not further away
+_Value = TypeVar("_Value", int, float)
+Measured: TypeAlias = tuple[Kind, Planned]
 
 
 def prepared(sequential: LimitedModule, state: object) -> ChainPlan:
@@ -80,7 +112,7 @@ def _estimated(sequential: LimitedModule, state: object, kind: Kind) -> Planned 
         and planned.holds(stages)
         and not planned.profile.traits[0].changes_input
     ]
-    found = estimated(kind, measured)
+    found = _estimate(kind, measured)
     if found is None:
         return None
     *ends, profile = found
@@ -187,3 +219,199 @@ def _worth_changing(plan: ChainPlan, found: ChainPlan, tiered: Tiered) -> ChainP
         offload_s=found.offload_s,
     )
     return old if PAYS * old.makespan_s <= found.makespan_s and sends(found) else found
+
+
+# ------------------------------------------------------------------ what is held
+
+
+def within_limit(sequential: LimitedModule, planned: Planned, state: object) -> Planned:
+    """Return a plan by which iterations stay within the limit, metered.
+
+    Raises
+    ------
+    BudgetError
+        If there is none.
+    """
+    if is_collective(sequential):
+        return planned
+    meter = Meter(device_of(sequential))
+    for number in range(_MOST_PLANS):
+        # What is on its way to a tier depends on the tier's speed.
+        if planned.is_roomy or sends(planned.plan):
+            break
+        held_bytes = _held_bytes(sequential, planned, state, meter)
+        if held_bytes is None or not _exceeds(planned, held_bytes):
+            break
+        # What is held beside the stages need not be there at their peak: not more than it takes.
+        limit = planned.plan.memory_bytes or 0
+        beyond_bytes = planned.plan.peak_bytes if number else limit
+        planned = _reserving(sequential, planned, state, held_bytes, beyond_bytes)
+    return planned
+
+
+def _exceeds(planned: Planned, held_bytes: int) -> bool:
+    limit = planned.plan.memory_bytes
+    return limit is not None and held_bytes > limit + _SMALL_BYTES
+
+
+def _held_bytes(
+    sequential: LimitedModule, planned: Planned, state: object, meter: Meter
+) -> int | None:
+    """Return the most bytes that iterations hold at once; None if they cannot be run here."""
+    both = Both(planned.stages, state, planned.profile.traits[0].changes_input, 0.0)
+    try:
+        return both.peak_bytes(
+            lambda given: run(sequential, planned, given, whole(sequential), trains=False), meter
+        )
+    except CannotTravel:
+        raise
+    except (RuntimeError, MultistageError, NotAlone) as error:
+        # The check or the training says so, if it is not of this run alone.
+        _log.info("iterations by a new plan were not metered: %s", error)
+        return None
+
+
+def _reserving(
+    sequential: LimitedModule,
+    planned: Planned,
+    state: object,
+    held_bytes: int,
+    beyond_bytes: int,
+) -> Planned:
+    """Return a plan that keeps room for what was held beyond some bytes."""
+    chain, limit = sequential._multistage, planned.plan.memory_bytes
+    assert limit is not None
+    more = held_bytes - beyond_bytes
+    if chain.tiered is None:  # the plan that takes least may hold less than is thought
+        share = chain.memory if isinstance(chain.memory, float) else 0.0
+        room = limit - smallest_memory(held_by_caller(planned.profile.costs))
+        more = min(more, int(room / (1 - share)) if share < 1 else more)
+    reserved = planned.reserved_bytes + more
+    beside = f"{max(0, reserved)} bytes are held beside the stages: {_BESIDE}"
+    if more <= 0:
+        raise BudgetError.below(
+            f"memory={limit} bytes < {held_bytes} bytes ({format_bytes(held_bytes)}), which "
+            f"iterations were seen to hold by the plan that takes least; {beside}; raise the limit",
+            held_bytes,
+        )
+    costs = planned.measured.costs
+    found = replace(planned.measured, costs=replace(costs, input_bytes=costs.input_bytes + more))
+    try:
+        anew = fitted(sequential, state, found, together=False)
+    except BudgetError as error:
+        told = BudgetError(f"{error}; {beside}")
+        told.least_bytes = error.least_bytes
+        raise told from None
+    _log.info("%d bytes are reserved for what is held beside the stages", reserved)
+    return replace(anew, reserved_bytes=reserved, checked=planned.checked)
+
+
+def corrected(sequential: LimitedModule, planned: Planned, state: object) -> Planned:
+    """Return another plan where iterations by this one were seen to exceed the limit."""
+    seen, chain = planned.seen.most_bytes, sequential._multistage
+    if not (seen and _exceeds(planned, seen)):
+        return planned
+    if not chain.watch.told:
+        chain.watch.told = True
+        warnings.warn(
+            f"an iteration held {seen} bytes ({format_bytes(seen)}) or more within a limit of "
+            f"{planned.plan.memory_bytes}; the next is planned with room for what was held beside "
+            f"the stages: {_BESIDE}; later corrections are logged only",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+    with TURN.taken(), torch.enable_grad():
+        anew = _reserving(sequential, planned, state, seen, planned.plan.peak_bytes)
+        anew = within_limit(sequential, anew, state)
+    return replaced(chain, planned, anew)
+
+
+# --------------------------------------------------------------- other lengths
+
+
+def _estimate(kind: Kind, known: Sequence[Measured]) -> tuple[Measured, Measured, Profile] | None:
+    """Return two measured kinds of input and the costs on the line through theirs, if there are.
+
+    Parameters
+    ----------
+    kind : Kind
+    known : sequence of (Kind, Planned)
+        Measured, of the chain's present stages.
+    """
+    pairs: list[tuple[bool, float, int, float, Measured, Measured]] = []
+    for one, other in combinations([k for k in known if k[0].family == kind.family], 2):
+        share = _share(one[0].lengths, other[0].lengths, kind.lengths)
+        if share is not None and _are_alike(one[1].measured, other[1].measured):
+            away = abs(share - 0.5) * math.dist(one[0].lengths, other[0].lengths)
+            pairs.append((abs(share - 0.5) > 0.5, away, len(pairs), share, one, other))
+    if not pairs:
+        return None
+    *_, share, one, other = min(pairs)
+    return one, other, _on_line(one[1].measured, other[1].measured, share)
+
+
+def _share(one: Sequence[int], other: Sequence[int], new: Sequence[int]) -> float | None:
+    """Return where some lengths lie on the way from one to another: 0 and 1 are these.
+
+    None if they do not, if they lie further outside than the two lie apart, or if none of
+    the two is near.
+    """
+    shares = {(c - a) / (b - a) for a, b, c in zip(one, other, new, strict=True) if a != b}
+    fixed = all(a == c for a, b, c in zip(one, other, new, strict=True) if a == b)
+    if len(shares) != 1 or not fixed:
+        return None
+    share = shares.pop()
+    nearest = one if share < 0.5 else other
+    near = all(a <= _NEAR * b and b <= _NEAR * a for a, b in zip(nearest, new, strict=True))
+    return share if -1 <= share <= 2 and near else None
+
+
+def _are_alike(one: Profile, other: Profile) -> bool:
+    """Whether stages do the same, whatever it costs."""
+    return one.groups == other.groups and all(
+        replace(a, sizes=None, scope=None) == replace(b, sizes=None, scope=None)
+        for a, b in zip(one.traits, other.traits, strict=True)
+    )
+
+
+def _on_line(one: Profile, other: Profile, share: float) -> Profile:
+    stages = tuple(
+        _stage(a, b, share) for a, b in zip(one.costs.stages, other.costs.stages, strict=True)
+    )
+    costs = StageCosts(
+        stages,
+        _value(one.costs.input_bytes, other.costs.input_bytes, share),
+        _value(one.costs.input_gradient_bytes, other.costs.input_gradient_bytes, share),
+    )
+    traits = tuple(
+        replace(a, sizes=_sizes(a.sizes, b.sizes, share))
+        for a, b in zip(one.traits, other.traits, strict=True)
+    )
+    return replace(one, costs=costs, traits=traits)
+
+
+def _stage(one: Stage, other: Stage, share: float) -> Stage:
+    numbers = [f.name for f in fields(Stage) if f.name != "name"]
+    values = {n: _value(getattr(one, n), getattr(other, n), share) for n in numbers}
+    values["tape_bytes"] = max(values["tape_bytes"], values["output_bytes"])
+    values["spared_s"] = min(values["spared_s"], values["forward_s"])
+    return replace(one, **values)
+
+
+def _sizes(one: Sizes | None, other: Sizes | None, share: float) -> Sizes | None:
+    if one is None or other is None:
+        return None
+    output, saved = (
+        None if a is None or b is None else _value(a, b, share)
+        for a, b in (
+            (one.output_bytes, other.output_bytes),
+            (one.saved_bytes, other.saved_bytes),
+        )
+    )
+    return Sizes(output, saved, one.varies or other.varies)
+
+
+def _value(one: _Value, other: _Value, share: float) -> _Value:
+    """Return a value on the line through two; of bytes a whole number, rounded up."""
+    value = max(0.0, one + (other - one) * share)
+    return math.ceil(round(value, 6)) if isinstance(one, int) else value

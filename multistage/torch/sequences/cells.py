@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError
 from ..environment.scope import Scope
+from ..measurement.measure import compiled_among
 from .inputs import Inputs
 
 Step: TypeAlias = Callable[..., object]  # of a state and x_t
@@ -74,10 +75,8 @@ class Cell:
 
     def is_compiled(self) -> bool:
         """Whether `torch.compile` made it, or a part of it."""
-        return hasattr(self.given, "_torchdynamo_orig_callable") or any(
-            type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-            for module in self.scope.modules
-        )
+        own = hasattr(self.given, "_torchdynamo_orig_callable")
+        return own or compiled_among(self.scope.modules)
 
 
 class Cells:

@@ -26,17 +26,50 @@ from ...measurement.store import probe_store
 from ...model.costs import Costs
 from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
-from ..measurement.clocks import seconds_of
+from ..measurement.measure import seconds_of
 from ..measurement.saved import Saved
 from ..tensors.meter import Meter
 from ..tensors.states import Kind, TensorLayout
 from .facts import StepKind
 from .inputs import InputGradients, Inputs, Place
-from .results import Collector
-from .surroundings import Computation
-from .through_time import Gradients, ThroughTime
+from .through_time import Computation, Gradients, ThroughTime
 
 _LOOK_BACK = 0.7  # of a full chunk: from here on it may end, where the state is smallest
+
+
+@dataclass(frozen=True, slots=True)
+class KindCost:
+    """What a step of one kind costs.
+
+    Attributes
+    ----------
+    stage : Stage
+        The tape is the graph, the state after the step and y included; the gradients of the
+        parameters that it uses are part of the backward's overhead.
+    graph_bytes : int
+        What the graph keeps alive that was not there before: less than the tape of the
+        stage where the step hands most of its state on.
+    y_bytes, x_gradient_bytes : int
+    overhead_s : float
+        Seconds of a chunk of one such step beside the step.
+    by_values : bool
+        Whether the values of tensors decide what operators take.
+    parameters : tuple of int
+        Those that it uses.
+    """
+
+    stage: Stage
+    graph_bytes: int
+    y_bytes: int = 0
+    x_gradient_bytes: int = 0
+    overhead_s: float = 0.0
+    by_values: bool = False
+    parameters: tuple[int, ...] = ()
+
+    def larger(self, nbytes: int) -> KindCost:
+        """Return the costs with a graph of more bytes."""
+        stage = replace(self.stage, tape_bytes=self.stage.tape_bytes + nbytes)
+        return replace(self, stage=stage, graph_bytes=self.graph_bytes + nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +78,10 @@ class Steps:
 
     Attributes
     ----------
-    stages : sequence of Stage
-        By step: the tape is the graph, the state after the step and y included.
-    graph_bytes, y_bytes, x_gradient_bytes : sequence of int
-        By step: what the graph keeps alive that was not there before the step, y, and the
-        gradients of x_t.
+    each : sequence of KindCost
+        By step.
     input_bytes, input_gradient_bytes : int
         Of state 0.
-    parameters : sequence of collections of int
-        By step: the parameters that it uses.
     parameter_bytes : sequence of int
         Of each parameter: a chunk adds up the gradients of those that its steps use.
     graded : bool
@@ -62,23 +90,29 @@ class Steps:
         Seconds of a chunk beside its steps, each time it is run or reversed.
     """
 
-    stages: Sequence[Stage]
-    graph_bytes: Sequence[int]
-    y_bytes: Sequence[int]
-    x_gradient_bytes: Sequence[int]
+    each: Sequence[KindCost]
     input_bytes: int
     input_gradient_bytes: int
-    parameters: Sequence[tuple[int, ...]] = ()
     parameter_bytes: Sequence[int] = ()
     graded: bool = False
     overhead_s: float = 0.0
 
     def __len__(self) -> int:
-        return len(self.stages)
+        return len(self.each)
+
+    @property
+    def last_bytes(self) -> int:
+        """Of the last state."""
+        return self.each[-1].stage.output_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps, forward and backward once."""
+        return sum(cost.stage.forward_s + cost.stage.backward_s for cost in self.each)
 
     def plain(self) -> StageCosts:
         """Return the costs of all steps as one stage without overhead: of plain autograd."""
-        whole = self._chunk(0, len(self.stages), 0.0)
+        whole = self._chunk(0, len(self), 0.0)
         return StageCosts((whole,), self.input_bytes, self.input_gradient_bytes)
 
     def chained(self, cuts: Sequence[int]) -> StageCosts:
@@ -87,8 +121,7 @@ class Steps:
         known: dict[tuple[object, ...], Stage] = {}  # chunks of equal steps are equal
         found = []
         for start, stop in pairs:
-            parameters = tuple(self.parameters[start:stop])
-            key = (parameters, *map(id, self.stages[start:stop]))
+            key = tuple(map(id, self.each[start:stop]))
             stage = known.get(key)
             if stage is None:
                 stage = known[key] = self._chunk(start, stop, self.overhead_s)
@@ -101,15 +134,15 @@ class Steps:
         Examples
         --------
         >>> small, large = (Stage("", 1.0, 2.0, size, 100) for size in (10, 50))
-        >>> steps = Steps([large, large, small] * 3, [100] * 9, [0] * 9, [0] * 9, 10, 10)
+        >>> steps = Steps([KindCost(s, 100) for s in [large, large, small] * 3], 10, 10)
         >>> steps.cuts(3)
         [0, 3, 6, 9]
         """
-        n = len(self.stages)
-        weights = [nbytes + 1 for nbytes in self.graph_bytes]  # never all 0
+        n = len(self)
+        weights = [cost.graph_bytes + 1 for cost in self.each]  # never all 0
         most = sum(weights) / max(1, count)
         cuts, taken, best = [0], 0, -1
-        for t, stage in enumerate(self.stages):
+        for t, cost in enumerate(self.each):
             taken += weights[t]
             if taken > most * (1 + 1e-9) and t > cuts[-1]:
                 cut = best if best > cuts[-1] else t
@@ -117,35 +150,36 @@ class Steps:
                 taken = sum(weights[cut : t + 1])
                 best = -1
             if taken >= _LOOK_BACK * most and t + 1 < n:
-                size = stage.output_bytes
-                if best <= cuts[-1] or size <= self.stages[best - 1].output_bytes:
+                size = cost.stage.output_bytes
+                if best <= cuts[-1] or size <= self.each[best - 1].stage.output_bytes:
                     best = t + 1
         return [*cuts, n]
 
     def _chunk(self, start: int, stop: int, overhead_s: float) -> Stage:
-        stages = self.stages[start:stop]
+        costs = self.each[start:stop]
+        stages = [cost.stage for cost in costs]
         last = stages[-1]
-        tape = max(last.output_bytes, sum(self.graph_bytes[start:stop]))
+        tape = max(last.output_bytes, sum(cost.graph_bytes for cost in costs))
         taping = max(stage.tape_overhead_bytes for stage in stages)
         if self.graded:
             forward = tape + taping
         else:
             before, ys, forward = 0, 0, 0  # the input of the chunk is counted elsewhere
-            for stage, y in zip(stages, self.y_bytes[start:stop], strict=True):
-                ys += y
+            for cost in costs:
+                stage, ys = cost.stage, ys + cost.y_bytes
                 here = before + stage.output_bytes + stage.forward_overhead_bytes + ys
                 forward, before = max(forward, here), stage.output_bytes
         back, above = 0, 0  # the gradients of the chunk's output and input are counted elsewhere
-        used = [self.parameters[t] if self.parameters else () for t in range(start, stop)]
         sizes = self.parameter_bytes
-        own = {numbers: sum(sizes[i] for i in numbers) for numbers in set(used)}
+        used = {cost.parameters for cost in costs}
+        own = {numbers: sum(sizes[i] for i in numbers) for numbers in used}
         every = sum(sizes[i] for i in set().union(*used))
         for number, stage in reversed(list(enumerate(stages))):
             below = stages[number - 1].gradient_bytes if number else 0
-            others = every - own[used[number]]
+            others = every - own[costs[number].parameters]
             back = max(back, stage.backward_overhead_bytes + above + below + others)
             above = below
-        xs = sum(self.x_gradient_bytes[start:stop])
+        xs = sum(cost.x_gradient_bytes for cost in costs)
         return Stage(
             name=last.name if stop == start + 1 else f"{stop - start} steps",
             forward_s=sum(stage.forward_s for stage in stages) + overhead_s,
@@ -236,32 +270,6 @@ class Sampled:
         if chunk is not None and min(chunk, steps) not in [each.chunk for each in self.samples]:
             return False
         return steps <= 2 * self.steps
-
-
-@dataclass(frozen=True, slots=True)
-class KindCost:
-    """What a step of one kind was seen to cost.
-
-    Attributes
-    ----------
-    stage : Stage
-        The gradients of the parameters that it uses are part of the backward's overhead.
-    graph_bytes : int
-        What the graph keeps alive that was not there before: less than the tape of the
-        stage where the step hands most of its state on.
-    y_bytes, x_gradient_bytes : int
-    overhead_s : float
-        Seconds of a chunk of one such step beside the step.
-    by_values : bool
-        Whether the values of tensors decide what operators take.
-    """
-
-    stage: Stage
-    graph_bytes: int
-    y_bytes: int
-    x_gradient_bytes: int
-    overhead_s: float
-    by_values: bool
 
 
 def sample_chunks(
@@ -355,7 +363,7 @@ def measured_kind(given: Computation, kind: StepKind, leaves: Sequence[Tensor]) 
     )
     ys = sum(map(_nbytes, kind.ys))
     xs = sum(x.nbytes for x in _wanting(given.inputs, kind.first))
-    return KindCost(stage, taped + rest, ys, xs, overhead_s, by_values)
+    return KindCost(stage, taped + rest, ys, xs, overhead_s, by_values, kind.parameters)
 
 
 class _Trial:
@@ -371,17 +379,14 @@ class _Trial:
     """
 
     def __init__(self, given: Computation, start: int, stop: int, leaves: Sequence[Tensor]) -> None:
-        cells, facts, inputs = given.cells, given.facts, given.inputs
+        facts = given.facts
         self._given, self._leaves = given, leaves
-        mode: Literal["stack", "last"] = "stack" if facts.equal else "last"
-        self._collector = Collector(facts, (start, stop), mode, cells.fused)
-        self.chain = ThroughTime(
-            cells, facts, inputs, self._collector, given.around, (start, stop), given.device
-        )
-        self.chain.check = given.check
+        outputs: Literal["stack", "last"] = "stack" if facts.equal else "last"
+        part = replace(given, steps=(start, stop), outputs=outputs)
+        self.chain = ThroughTime(part, (start, stop))
         self.chain.sums = [None] * len(facts.parameters)
         if facts.equal:
-            self.chain.of_inputs = InputGradients(inputs)
+            self.chain.of_inputs = InputGradients(given.inputs)
         self.first = self.chain.first(leaves)
         after = facts.state(stop)
         self._adjoint: Gradients = tuple(
@@ -391,7 +396,7 @@ class _Trial:
 
     def _begin(self) -> None:
         self.chain.front = 0
-        self._collector.clear()
+        self.chain.collector.clear()
 
     def forward(self) -> float:
         """Run the steps, keeping nothing; return seconds."""
@@ -494,7 +499,7 @@ class _Trial:
         return tuple(sizes.values())
 
     def _ones(self) -> list[Tensor | None]:
-        values = self._collector.values()
+        values = self.chain.collector.values()
         return [None if value is None else torch.ones_like(value) for value in values]
 
 

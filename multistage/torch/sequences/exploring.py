@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ...errors import StateError
 from ..environment.captured import Environment
-from ..environment.randomness import Generators
+from ..environment.randomness import Generators, State
 from ..environment.states import tensors_in
 from ..measurement.checking import Check, complain
-from ..measurement.saved import nodes_made
+from ..measurement.saved import Saved, nodes_made
 from ..tensors.checksums import checksum
 from ..tensors.graphs import Used, Walked, graph_begins, graph_weight, held_elsewhere, leaves_below
 from ..tensors.meter import storages_of
 from ..tensors.states import Kind, copied, kind_of, said
 from .cells import Cell
-from .facts import Buffers
+from .facts import Buffers, StepKind
 from .hooks import (
     hooks_on,
     refuse_hooks_on_inputs,
@@ -40,51 +39,18 @@ class StateVaries(StateError):
     """A cell returned a state of another shape than it was given."""
 
 
-@dataclass(slots=True)
-class Look:
-    """What one run of a step has shown.
-
-    Attributes
-    ----------
-    spec : TreeSpec
-        Of the state after it.
-    leaves, ys : lists of Tensor
-        Of that state and of y, without their graph.
-    differentiable, wants : tuples of bool
-        Which of these outputs, and of the leaves, take part in the gradient.
-    draws : tuple of bool
-        By generator.
-    found : list of Tensor
-        Leaves of the graph that were not known.
-    weight : (int, int, int)
-    made : int
-        See `StepKind`.
-    hooked : bool
-        Whether the step set hooks on its state.
-    used : set
-        For `uses`, which tells the parameters that the step's graph leads to.
-    """
-
-    spec: pytree.TreeSpec
-    leaves: list[Tensor]
-    returns_y: bool
-    y_spec: pytree.TreeSpec | None
-    ys: list[Tensor]
-    differentiable: tuple[bool, ...]
-    wants: tuple[bool, ...]
-    draws: tuple[bool, ...]
-    buffers: Buffers
-    found: list[Tensor]
-    weight: tuple[int, int, int]
-    made: int
-    x_kinds: tuple[Kind, ...]
-    hooked: bool
-    used: Used
-
-    @property
-    def results(self) -> list[Tensor]:
-        """All that the step returned."""
-        return [*self.leaves, *self.ys]
+@contextlib.contextmanager
+def put_back(
+    around: Environment, generators: Generators, random: Sequence[State]
+) -> Iterator[None]:
+    """Run steps as things are now; put everything back, and generators that were drawn from."""
+    try:
+        with around.again(random=False):
+            yield
+    finally:
+        drawn = generators.only_drawn(random, generators.capture())
+        if drawn is not None:
+            generators.restore(drawn)
 
 
 class Explorer:
@@ -103,7 +69,24 @@ class Explorer:
     check : {"error", "warn", "off"}
     alike : bool
         Whether the state must keep its structure and shapes.
+
+    Attributes
+    ----------
+    after : list of Tensor
+        The leaves of the state that `look` has returned, without their graph.
+    after_spec : TreeSpec
+    wants : tuple of bool
+        Which of these take part in the gradient.
+    ys : list of Tensor
+    used : set
+        For `uses`, which tells the parameters that the step's graph leads to.
     """
+
+    after: list[Tensor]
+    after_spec: pytree.TreeSpec
+    wants: tuple[bool, ...]
+    ys: list[Tensor]
+    used: Used
 
     def __init__(
         self,
@@ -118,6 +101,7 @@ class Explorer:
         alike: bool = True,
     ) -> None:
         self._check, self._alike = check, alike
+        self._hooked = False  # whether the step set hooks on its state
         self._unhooked = False  # whether the step allows no hooks on saved tensors
         self._cell, self._leaves, self._spec = cell, leaves, spec
         self._x, self._generators, self._known = x, generators, known
@@ -125,60 +109,64 @@ class Explorer:
         self._buffers = [(module, key) for module, key, _ in cell.scope.buffers()]
         self._around = Environment(cell.scope, cell.name, self._buffers)
 
-    def look(self) -> Look:
-        """Run the step once, with a graph but in inference mode; return what was seen."""
+    def look(self) -> StepKind:
+        """Run the step once, with a graph but in inference mode; return what it does."""
         if torch.is_inference_mode_enabled():
             return self._inferred()
         parameters = [p for p in self._cell.scope.parameters() if p.is_leaf]
         hooks = hooks_on(parameters)
         try:
-            looked = self._looked_once(parameters)
+            kind, found = self._looked_once(parameters)
         except RuntimeError as error:  # as `torch.func` has it
             if self._unhooked or "saved tensor hooks" not in str(error):
                 raise
             self._unhooked = True
-            looked = self._looked_once(parameters)
+            kind, found = self._looked_once(parameters)
         if hooks_on(parameters) != hooks:
             refuse_hooks_on_parameters(self._cell.name, "in its first step")
-        self._known += held_elsewhere(looked.found)
-        return looked
+        self._known += held_elsewhere(found)
+        return kind
 
-    def _inferred(self) -> Look:
+    def _inferred(self) -> StepKind:
         copies = [copied(leaf) for leaf in self._leaves]
-        with self.untouched():
+        with self._untouched():
             result: Any = self._cell.call(pytree.tree_unflatten(copies, self._spec), self._x([]))
-        spec, leaves, returns_y, y_spec, ys = self._results_of(result)
-        return Look(
-            spec=spec,
-            leaves=leaves,
+        self.used = set()
+        return self._kind(*self._results_of(result), draws=(False,) * len(self._random))
+
+    def _kind(
+        self,
+        leaves: Sequence[Tensor],
+        returns_y: bool,
+        ys: Sequence[Tensor],
+        y_spec: pytree.TreeSpec | None,
+        *,
+        draws: tuple[bool, ...],
+        x_kinds: tuple[Kind, ...] = (),
+        buffers: Buffers = (),
+        weight: tuple[int, int, int] = (0, 0, 0),
+        made: int = 0,
+    ) -> StepKind:
+        """Return what the step does, by what it has returned, which is kept without its graph."""
+        self.wants = tuple(t.requires_grad for t in leaves)
+        self.after, self.ys = [t.detach() for t in leaves], [t.detach() for t in ys]
+        return StepKind(
+            x_kinds=x_kinds,
             returns_y=returns_y,
             y_spec=y_spec,
-            ys=ys,
-            differentiable=(False,) * len(ys),
-            wants=(False,) * len(leaves),
-            draws=(False,) * len(self._random),
-            buffers=(),
-            found=[],
-            weight=(0, 0, 0),
-            made=0,
-            x_kinds=(),
-            hooked=False,
-            used=set(),
+            ys=tuple(kind_of(t) for t in ys),
+            differentiable=tuple(t.requires_grad for t in ys),
+            draws=draws,
+            buffers=buffers,
+            weight=weight,
+            made=made,
         )
 
-    @contextlib.contextmanager
-    def untouched(self) -> Iterator[None]:
+    def _untouched(self) -> AbstractContextManager[None]:
         """Run the cell as it is now; put everything back."""
-        try:
-            with self._around.again(random=False):
-                yield
-        finally:
-            now = self._generators.capture()
-            drawn = self._generators.only_drawn(self._random, now)
-            if drawn is not None:
-                self._generators.restore(drawn)
+        return put_back(self._around, self._generators, self._random)
 
-    def graded(self, looked: Look) -> bool:
+    def graded(self) -> bool:
         """Whether a step returns other bits without a graph, from its state or the one after it.
 
         State 0 is often zeros, from which many kernels round alike.  The compiler
@@ -195,7 +183,7 @@ class Explorer:
             if wants is not None:
                 given = [t.requires_grad_(w) for t, w in zip(given, wants, strict=True)]
             try:
-                with self.untouched(), torch.set_grad_enabled(wants is not None):
+                with self._untouched(), torch.set_grad_enabled(wants is not None):
                     result = cell.call(pytree.tree_unflatten(given, spec), self._x([]))
             except Exception:  # whatever follows from a gradient that is not required
                 if wants is None and torch.is_grad_enabled():
@@ -203,8 +191,8 @@ class Explorer:
                 raise
             return checksum([t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)])
 
-        seen = checksum(looked.results)
-        if cell.is_compiled() or looked.hooked:  # which state 0 has from the forward sweep on
+        seen = checksum([*self.after, *self.ys])
+        if cell.is_compiled() or self._hooked:  # which state 0 has from the forward sweep on
             return True
         if step(self._leaves, None) != seen:
             if self._check != "off" and step(self._leaves, wants) != seen:
@@ -216,12 +204,13 @@ class Explorer:
                     "(torch.use_deterministic_algorithms)",
                 )
             return True
-        if not _are_alike(looked.leaves, self._leaves):
+        if [kind_of(t) for t in self.after] != [kind_of(t) for t in self._leaves]:
             return False
-        return step(looked.leaves, None) != step(looked.leaves, looked.wants)
+        return step(self.after, None) != step(self.after, self.wants)
 
-    def _looked_once(self, parameters: Sequence[Tensor]) -> Look:
-        with self._no_backward(parameters), self.untouched(), torch.enable_grad():
+    def _looked_once(self, parameters: Sequence[Tensor]) -> tuple[StepKind, list[Tensor]]:
+        """Return what the step does, and leaves of its graph that were not known."""
+        with self._no_backward(parameters), self._untouched(), torch.enable_grad():
             return self._looked()
 
     @contextlib.contextmanager
@@ -246,21 +235,25 @@ class Explorer:
             for handle in handles:
                 handle.remove()
 
-    def _looked(self) -> Look:
+    def _looked(self) -> tuple[StepKind, list[Tensor]]:
         cell, spec = self._cell, self._spec
         given = [t.detach().requires_grad_(t.requires_grad) for t in self._leaves]
-        before = [(m, k, b, b._version, b.detach().clone()) for m, k, b in self._owned()]
+        buffers = [(m, k, m._buffers[k]) for m, k in self._buffers]
+        before = [(m, k, b, b._version, b.detach().clone()) for m, k, b in buffers if b is not None]
         begun = graph_begins()
         taken: Taken = []
         x = self._x(taken)
         # Copies, so that a cell that writes to its state is found out, not stopped by autograd.
         copies: list[Tensor] = [_Copy.apply(t) for t in given]
         versions = [t._version for t in copies]
-        saved = Saved([*copies, *self._known, *tensors_in(x)])
-        made = nodes_made()
+        saved, made = Saved(), nodes_made()
         with contextlib.nullcontext() if self._unhooked else saved:
             result: Any = cell.call(pytree.tree_unflatten(copies, spec), x)
         made = nodes_made() - made
+        beside = {key for t in [*copies, *self._known, *tensors_in(x)] for key in storages_of(t)}
+        kept = {key: each for t in saved.held() for key, each in storages_of(t).items()}
+        saved_bytes = sum(each.nbytes() for key, each in kept.items() if key not in beside)
+        del kept
         for tensor, version in zip(copies, versions, strict=True):
             if tensor._version != version:
                 raise StateError(
@@ -278,7 +271,7 @@ class Explorer:
         )
         for module, key in changed:
             refuse_graph(cell.name, module, key, "in its first step")
-        new_spec, new_leaves, returns_y, y_spec, ys = self._results_of(result)
+        leaves, returns_y, ys, y_spec = self._results_of(result)
         exchanged = {id(module._buffers[key]) for module, key in changed}
         if any(id(leaf) in exchanged for leaf in ys):
             raise StateError(
@@ -286,35 +279,30 @@ class Explorer:
                 "it leaves alone: a copy"
             )
         own = {id(t) for t in [*given, *(leaf for _, leaf in taken)]}
-        roots = [t for t in [*new_leaves, *ys] if t.requires_grad]
+        roots = [t for t in [*leaves, *ys] if t.requires_grad]
         walked = Walked()
         found = list(leaves_below(roots, own, self._known, begun, cell.name, walked))
-        return Look(
-            spec=new_spec,
-            leaves=[t.detach() for t in new_leaves],
-            returns_y=returns_y,
-            y_spec=y_spec,
-            ys=[t.detach() for t in ys],
-            differentiable=tuple(t.requires_grad for t in ys),
-            wants=tuple(t.requires_grad for t in new_leaves),
+        self._hooked = any(t._backward_hooks for t in copies)
+        self.used = walked.used
+        return self._kind(
+            leaves,
+            returns_y,
+            ys,
+            y_spec,
             draws=tuple([name in drawn for name in self._generators.names]),
-            buffers=changed,
-            found=found,
-            weight=(*graph_weight(roots, begun, [t.grad_fn for t in copies]), saved.nbytes),
-            made=made,
             x_kinds=tuple(kind_of(t) for t in tensors_in(x)),
-            hooked=any(t._backward_hooks for t in copies),
-            used=walked.used,
-        )
+            buffers=changed,
+            weight=(*graph_weight(roots, begun, [t.grad_fn for t in copies]), saved_bytes),
+            made=made,
+        ), found
 
     def _results_of(
         self, result: Any
-    ) -> tuple[pytree.TreeSpec, list[Tensor], bool, pytree.TreeSpec | None, list[Tensor]]:
-        """Return structure and leaves of the state, whether there is a y, and those of y."""
+    ) -> tuple[list[Tensor], bool, list[Tensor], pytree.TreeSpec | None]:
+        """Return the leaves of the state, whether there is a y, its leaves and structure."""
         returns_y = self._returns_y(result)
-        leaves, spec = self._state_of(result[0] if returns_y else result)
-        ys, y_spec = self._outputs(result[1]) if returns_y else ([], None)
-        return spec, leaves, returns_y, y_spec, ys
+        leaves, self.after_spec = self._state_of(result[0] if returns_y else result)
+        return leaves, returns_y, *(self._outputs(result[1]) if returns_y else ([], None))
 
     def _state_of(self, state: object) -> tuple[list[Tensor], pytree.TreeSpec]:
         """Return the leaves and structure of a state that was returned.  Raises StateError."""
@@ -386,47 +374,6 @@ class Explorer:
                 )
         return ys, spec
 
-    def _owned(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        for module, key in self._buffers:
-            buffer = module._buffers[key]
-            if buffer is not None:
-                yield module, key, buffer
-
-
-class Saved:
-    """A context that counts the bytes of what graphs save that live at its end, each storage once.
-
-    Inside a checkpoint nothing is saved for the graph, though it has the same nodes.
-
-    Parameters
-    ----------
-    known : sequence of Tensor
-        Not counted.
-    """
-
-    def __init__(self, known: Sequence[Tensor]) -> None:
-        self.nbytes = 0
-        self._known = {key for tensor in known for key in storages_of(tensor)}
-        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def _note(self, tensor: Tensor) -> Tensor:
-        self._seen |= {key: weakref.ref(each) for key, each in storages_of(tensor).items()}
-        # Not itself: an output that its own node keeps is a cycle that nothing collects.
-        return tensor.detach()
-
-    def __enter__(self) -> None:
-        torch._C._autograd._push_saved_tensors_default_hooks(self._note, _same)
-
-    def __exit__(self, *error: object) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        for key in self._seen.keys() - self._known:
-            storage = self._seen[key]()
-            self.nbytes += 0 if storage is None else storage.nbytes()
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
 
 class _Copy(torch.autograd.Function):
     """A copy of a tensor, with its strides and its alignment."""
@@ -438,7 +385,3 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
-
-
-def _are_alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return [kind_of(t) for t in some] == [kind_of(t) for t in others]

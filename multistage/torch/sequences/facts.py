@@ -61,11 +61,6 @@ class StepKind:
 
     Attributes
     ----------
-    cell : int
-    before, after : int
-        Numbers of the kinds of the states.
-    x : XKind or None
-        None where x_t of any kind will do.
     x_kinds : tuple of (shape, dtype, device)
         Of the tensors of x_t that were looked at.
     returns_y : bool
@@ -76,39 +71,44 @@ class StepKind:
         Of those.
     draws : tuple of bool
         By generator.
-    graded : bool
-        See `Facts`.
     buffers : tuple of (module, name)
     weight : (int, int, int)
         Nodes of a step's graph, bytes of what they return, and bytes of what they save:
         cells that differ in neither code nor parameters may differ here.
     made : int
         Nodes that a step makes, those included that are dropped at once.
+    graded : bool
+        See `Facts`.
     parameters : tuple of int
         Those that its graph leads to.
+    cell : int
+    before, after : int
+        Numbers of the kinds of the states.
+    x : XKind or None
+        None where x_t of any kind will do.
     first : int
         The first step of this kind.
     name : str
         For messages and tables.
     """
 
-    cell: int
-    before: int
-    after: int
-    x: XKind | None
     x_kinds: tuple[Kind, ...]
     returns_y: bool
     y_spec: pytree.TreeSpec | None
     ys: tuple[Kind, ...]
     differentiable: tuple[bool, ...]
     draws: tuple[bool, ...]
-    graded: bool
     buffers: Buffers
     weight: tuple[int, int, int]
     made: int
-    parameters: tuple[int, ...]
-    first: int
-    name: str
+    graded: bool = False
+    parameters: tuple[int, ...] = ()
+    cell: int = 0
+    before: int = 0
+    after: int = 0
+    x: XKind | None = None
+    first: int = 0
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

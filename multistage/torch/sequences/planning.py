@@ -14,8 +14,8 @@ from ...errors import ArgumentError, BudgetError, StoreError
 from ...model.budget import Budget
 from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
-from ...support.free_memory import default_budget_bytes
 from ..measurement.checking import Checked
+from ..tensors.meter import free_bytes
 from ..tensors.states import TensorLayout, kind_of
 from ..tiers.paging import PAGE_BYTES
 from .arguments import Settings
@@ -34,12 +34,11 @@ from .costs import (
 from .facts import Facts, StepKind
 from .remembered import KNOWN, Known, identity
 from .search import Equal, Unequal, choose
-from .surroundings import Computation
 from .survey import Survey
+from .through_time import Computation
 from .unroll_plan import UnrollPlan
 
 TRAVELS_BYTES = 256 << 10  # tapes' tensors of at least this travel
-_DEVICE_SHARE = 0.9  # of the free memory of a CUDA device, where no limit is given
 
 
 def planned(
@@ -48,9 +47,8 @@ def planned(
     leaves: Sequence[Tensor],
     layout: TensorLayout,
     store: Store | None,
-    settings: Settings,
     check: Callable[[UnrollPlan, Steps | None], Checked],
-) -> UnrollPlan:
+) -> Known:
     """Return the plan for a sequence, checked when it is made for kinds of steps.
 
     Steps of a kind are measured and checked once, equal ones for sequences of about any
@@ -65,20 +63,22 @@ def planned(
     StateError
         Of the check.
     """
-    facts, n = given.facts, given.inputs.steps
+    facts, n, settings = given.facts, given.inputs.steps, given.settings
     KNOWN.renew(settings.tiers)
     kinds = (
         tuple([_key(given, kind, survey) for kind in facts.kinds]),
         tuple([kind.parameters for kind in facts.kinds]),
         tuple([kind_of(p) for p in facts.parameters]),
         settings,
+        # Steps of a kind may be of several sizes, if costs are given.
+        None if settings.costs is None else given.inputs.form(),
     )
     order = (n, tuple(facts.steps) if facts.equal else bytes(facts.steps))
     key, weight = (settings.tiers, kinds, order), facts.kinds[-1].weight
     known = KNOWN.plans.get(key)
     free = free_bytes(given.device) if settings.memory is None else None
     if known is not None and known.holds(weight, free):
-        return known.plan
+        return known
     budget = settings.memory or Budget(bytes=free)
     costs: list[KindCost] = []
     steps: Steps | None = None
@@ -102,7 +102,7 @@ def planned(
     if fresh or checked is None:
         checked = KNOWN.checked.put(again, check(plan, steps))
     plan = replace(plan, kinds=_counted(costs, facts), checked=checked, by_values=by_values)
-    return KNOWN.plans.put(key, Known(plan, weight)).plan
+    return KNOWN.plans.put(key, Known(plan, weight))
 
 
 def _counted(costs: Sequence[KindCost], facts: Facts) -> tuple[tuple[Stage, int], ...]:
@@ -201,37 +201,24 @@ def _steps_of(
         key = _key(given, kind, survey)
         cost = KNOWN.kinds.get(key)
         if cost is None:
-            cost = measured_kind(given, kind, survey.state_before(kind))
-            KNOWN.kinds.put(key, cost)
-        found.append(cost)
+            cost = KNOWN.kinds.put(key, measured_kind(given, kind, survey.state_before(kind)))
+        found.append(replace(cost, parameters=kind.parameters))
     nodes = sum(facts.kinds[number].weight[0] for number in facts.steps)
     taken = beyond_free(node_bytes(nodes, given.device))
     if taken:
         found = [
-            _with_nodes(cost, taken * kind.weight[0] // nodes)
+            cost.larger(taken * kind.weight[0] // nodes)
             for cost, kind in zip(found, facts.kinds, strict=True)
         ]
-    each = [found[number] for number in facts.steps]
-    overhead_s = min(cost.overhead_s for cost in found)
-    rest = sum(t.nbytes for t in given.around.now())
     steps = Steps(
-        [cost.stage for cost in each],
-        [cost.graph_bytes for cost in each],
-        [cost.y_bytes for cost in each],
-        [cost.x_gradient_bytes for cost in each],
-        sum(t.nbytes for t in leaves) + rest,
+        [found[number] for number in facts.steps],
+        sum(t.nbytes for t in [*leaves, *given.around.now()]),
         sum(t.nbytes for t in leaves if t.requires_grad),
-        [facts.kinds[number].parameters for number in facts.steps],
         [p.nbytes for p in facts.parameters],
         facts.graded,
-        overhead_s,
+        min(cost.overhead_s for cost in found),
     )
     return steps, found
-
-
-def _with_nodes(cost: KindCost, nbytes: int) -> KindCost:
-    stage = replace(cost.stage, tape_bytes=cost.stage.tape_bytes + nbytes)
-    return replace(cost, stage=stage, graph_bytes=cost.graph_bytes + nbytes)
 
 
 def _steps_by(costs: StageCosts, facts: Facts, count: int) -> Steps:
@@ -247,22 +234,5 @@ def _steps_by(costs: StageCosts, facts: Facts, count: int) -> Steps:
             f"costs have {len(costs.stages)} stages, but the sequence has {count} steps; give one "
             "Stage for each time step"
         )
-    nothing = [0] * count
-    return Steps(
-        costs.stages,
-        [stage.tape_bytes for stage in costs.stages],
-        nothing,
-        nothing,
-        costs.input_bytes,
-        costs.input_gradient_bytes,
-        graded=facts.graded,
-    )
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the memory of a device that may be used where no limit is given."""
-    if device.type != "cuda":
-        return default_budget_bytes()
-    free, _ = torch.cuda.mem_get_info(device)
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(_DEVICE_SHARE * (free + idle))
+    each = [KindCost(stage, stage.tape_bytes) for stage in costs.stages]
+    return Steps(each, costs.input_bytes, costs.input_gradient_bytes, graded=facts.graded)

@@ -63,12 +63,23 @@ class Memory(Generic[_V]):
         return self.put(key, find()) if known is None else known
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Known:
-    """A plan, and the nodes and bytes of the steps it was made for."""
+    """A plan, and the nodes and bytes of the steps it was made for.
+
+    Attributes
+    ----------
+    weighed : bool
+        Whether graphs were seen to hold to given costs.
+    """
 
     plan: UnrollPlan
     weight: tuple[int, int, int]
+    weighed: bool = False
+
+    def was_weighed(self) -> None:
+        """Note that graphs hold to given costs."""
+        self.weighed = True
 
     def holds(self, weight: tuple[int, int, int], limit: int | None) -> bool:
         """Whether the plan is right for steps of some weight, where so much memory is free."""
@@ -95,8 +106,6 @@ class Remembered:
         By what tiers were given as, the kinds of steps and their order.
     checked : Memory of Checked
         By the kinds of steps, and whether steps run again.
-    weighed : Memory of bool
-        Sequences whose graphs were seen to hold to given costs.
     sequences : Memory of int
         How many there were, by the objects of their cells.
     tiers : Memory of Tier
@@ -109,7 +118,6 @@ class Remembered:
     kinds: Memory[KindCost] = field(default_factory=lambda: Memory(1024))
     plans: Memory[Known] = field(default_factory=lambda: Memory(512))
     checked: Memory[Checked] = field(default_factory=Memory)
-    weighed: Memory[bool] = field(default_factory=Memory)
     sequences: Memory[int] = field(default_factory=lambda: Memory(512))
     tiers: Memory[Tier] = field(default_factory=Memory)
     late: Memory[int] = field(default_factory=Memory)

@@ -159,6 +159,51 @@ class Collector:
         whole[-1] = gradient
         return whole
 
+    def results(
+        self, last: Sequence[Tensor], pattern: Sequence[int], wants: Sequence[bool]
+    ) -> tuple[list[Tensor], list[bool], list[int | None]]:
+        """Return the results of a sequence, each once, which take part in the gradient, and places.
+
+        The places are those of the state's leaves and y's among the results.  One
+        tensor in several places is one result, so that its gradient is added up
+        as plain autograd does it.
+
+        Parameters
+        ----------
+        last : sequence of Tensor
+            The leaves of the last state.
+        pattern : sequence of int
+            Which of these, and of the leaves of y of the last step, are one; see `Boundary`.
+        wants : sequence of bool
+            Which leaves of the last state take part in the gradient.
+        """
+        count = len(last)
+        results: list[Tensor] = []
+        flags: list[bool] = []
+        places: list[int | None] = []
+        for i, leaf in enumerate(last):
+            if pattern[i] < i:
+                places.append(places[pattern[i]])
+                continue
+            places.append(len(results))
+            results.append(leaf.view_as(leaf))
+            flags.append(wants[i])
+        # The sum of one is that one.
+        one = ("last", "sum") if self.steps == 1 else ("last",)
+        kept = [kind in one and not self._fused for kind in self.kinds]
+        for j, value in enumerate(self.values()):
+            known = kept[j] and count + j < len(pattern)  # else no y came in the last chunk
+            same = pattern[count + j] if known else count + j
+            if value is None:
+                places.append(None)
+            elif same < count or (same < count + j and kept[same - count]):
+                places.append(places[same])
+            else:
+                places.append(len(results))
+                results.append(value)
+                flags.append(self._facts.differentiable[j])
+        return results, flags, places
+
 
 def results_of(facts: Facts, values: Sequence[Tensor | None]) -> tuple[Tensor | None, object]:
     """Return the loss and the outputs from the reduced leaves of y."""
@@ -169,58 +214,3 @@ def results_of(facts: Facts, values: Sequence[Tensor | None]) -> tuple[Tensor | 
         return (whole, None) if facts.summed[0] else (None, whole)
     loss = whole.get("loss") if isinstance(whole, dict) else None
     return (loss if isinstance(loss, Tensor) and loss.dim() == 0 else None), whole
-
-
-def single_results(
-    last: Sequence[Tensor],
-    pattern: Sequence[int],
-    wants: Sequence[bool],
-    collector: Collector,
-    facts: Facts,
-    *,
-    fused: bool,
-) -> tuple[list[Tensor], list[bool], list[int | None]]:
-    """Return the results of a sequence, each once, whether each takes part in the gradient, places.
-
-    The places are those of the state's leaves and y's among the results.  One
-    tensor in several places is one result, so that its gradient is added up
-    as plain autograd does it.
-
-    Parameters
-    ----------
-    last : sequence of Tensor
-        The leaves of the last state.
-    pattern : sequence of int
-        Which of these, and of the leaves of y of the last step, are one; see `Boundary`.
-    wants : sequence of bool
-        Which leaves of the last state take part in the gradient.
-    collector, facts
-    fused : bool
-        Whether the cell takes several steps at once.
-    """
-    count = len(last)
-    results: list[Tensor] = []
-    flags: list[bool] = []
-    places: list[int | None] = []
-    for i, leaf in enumerate(last):
-        if pattern[i] < i:
-            places.append(places[pattern[i]])
-            continue
-        places.append(len(results))
-        results.append(leaf.view_as(leaf))
-        flags.append(wants[i])
-    # The sum of one is that one.
-    one = ("last", "sum") if collector.steps == 1 else ("last",)
-    kept = [kind in one and not fused for kind in collector.kinds]
-    for j, value in enumerate(collector.values()):
-        known = kept[j] and count + j < len(pattern)  # else no y came in the last chunk
-        same = pattern[count + j] if known else count + j
-        if value is None:
-            places.append(None)
-        elif same < count or (same < count + j and kept[same - count]):
-            places.append(places[same])
-        else:
-            places.append(len(results))
-            results.append(value)
-            flags.append(facts.differentiable[j])
-    return results, flags, places

@@ -1,7 +1,13 @@
-"""A sequence run from its beginning to its end: as it is written, or by a plan."""
+"""A sequence run from its beginning to its end: as it is written, or by a plan.
+
+By a plan it is one operation of autograd's graph.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -14,7 +20,9 @@ from torch.utils import _pytree as pytree
 
 from ...actions import Advance, EndForward, Load, Reverse, Schedule, Tape
 from ...backends.base import Store
-from ...errors import BudgetError
+from ...backends.lifetimes import Birth, Ending, end
+from ...errors import BudgetError, MultistageError
+from ...execute.executor import Executor
 from ...execute.late import EqualSteps, Late, Stages
 from ...model.stages import StageCosts
 from ...model.tier import Tier
@@ -23,50 +31,46 @@ from ...reversing.streamed import largest_of
 from ...schedule.rules import Rules
 from ...schedule.simulation import simulate
 from ...schedule.timeline import Timeline
+from ...states.layout import Layout
+from ...states.slots import States
+from ...support.interrupts import Shield
 from ...support.progress import Bars
 from ..environment.randomness import cuda_or_cpu, refuse_hidden_draws
 from ..measurement.checking import Checked, check_chain
-from ..measurement.stand_ins import hooks_silent
+from ..measurement.measure import hooks_silent
 from ..tensors.meter import Meter
-from ..tensors.states import TensorLayout, TensorStates
+from ..tensors.states import TensorLayout, TensorState, TensorStates
 from ..tiers.by_name import open_tiers
 from .allowances import Allowance
 from .arguments import Settings
-from .cells import Cells
 from .costs import Steps
 from .facts import Facts, run_steps
 from .hooks import looking
-from .inputs import Inputs
+from .inputs import InputGradients
 from .planning import planned
-from .remembered import KNOWN, identity
+from .remembered import KNOWN, Known
 from .results import Collector, Outputs, Unrolled, results_of
 from .samples import Samples
 from .search import rates_key
-from .surroundings import Computation, Surroundings
+from .surroundings import Surroundings
 from .survey import Survey
-from .sweeping import Course, Sweep, VariedTensors, through
-from .through_time import ThroughTime
+from .through_time import Computation, ThroughTime
 from .unroll_plan import UnrollPlan
 
+_log = logging.getLogger(__name__)
 _CHECKED = 12  # steps at most that a check runs from state 0
 _SLOWER = 2.0  # times as slow as planned a late tier is taken to be, of which nothing was seen
 
 
-def run_plainly(
-    cells: Cells,
-    facts: Facts,
-    inputs: Inputs,
-    outputs: Outputs,
-    state: object,
-    steps: tuple[int, int],
-    chunk: int | None,
-    *,
-    graph: bool,
+def plainly(
+    given: Computation, state: object, chunk: int | None = None, *, graph: bool = True
 ) -> Unrolled[object, object]:
-    """Run steps as they are written, with or without a graph; `chunk` is for a fused cell."""
-    collector = Collector(facts, steps, outputs, cells.fused, graph=graph)
-    start, stop = steps
-    size = stop - start if chunk is None or not cells.fused else chunk
+    """Run steps as they are written, with or without a graph; a fused cell in chunks."""
+    cells, facts, inputs = given.cells, given.facts, given.inputs
+    collector = Collector(facts, given.steps, given.outputs, cells.fused, graph=graph)
+    (start, stop), size = given.steps, given.settings.chunk if chunk is None else chunk
+    if size is None or not cells.fused:
+        size = stop - start
     for begin in range(start, stop, size):
         end = min(begin + size, stop)
         x = partial(inputs.many, stop=end) if cells.fused else inputs.at
@@ -92,72 +96,65 @@ def run(
     """
     cells, inputs, leaves = survey.cells, survey.inputs, pytree.tree_leaves(state)
     wanted = [*leaves, *inputs.tensors(), *facts.parameters]
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
-        survey.close()
-        steps, chunk = (0, inputs.steps), settings.chunk
-        return run_plainly(cells, facts, inputs, outputs, state, steps, chunk, graph=False)
-    inputs.known_as(facts.parameters)
-    if facts.equal and not cells.fused:
-        inputs.expect(facts.kinds[-1].x_kinds, 1)
     involved = [*leaves, *inputs.held(), *facts.parameters]
     around = Surroundings(cells, facts, survey.generators, involved)
     around.compared = settings.check != "off"
-    given = Computation(cells, facts, inputs, around, cuda_or_cpu(involved), settings.check)
-    program = _Program(given, outputs, settings, (0, inputs.steps))
+    device, steps = cuda_or_cpu(involved), (0, inputs.steps)
+    given = Computation(cells, facts, inputs, around, device, settings, outputs, steps)
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
+        survey.close()
+        return plainly(given, state, graph=False)
+    inputs.known_as(facts.parameters)
+    if facts.equal and not cells.fused:
+        inputs.expect(facts.kinds[-1].x_kinds, 1)
     # States of several sizes go by way of host memory.
-    place = given.device if facts.equal else torch.device("cpu")
+    place = device if facts.equal else torch.device("cpu")
     store = open_tiers(settings.tiers, place, varied=not facts.equal)
-    layout = TensorLayout([*leaves, *around.now()], program.names(leaves))
+    layout = TensorLayout([*leaves, *around.now()], given.names(len(leaves)))
 
     def checked(plan: UnrollPlan, steps: Steps | None) -> Checked:
-        return _checked(program, survey, state, plan, steps)
+        return _checked(given, survey, state, plan, steps)
 
-    with hooks_silent(cells.scope.modules, on_tensors=False), looking():
-        chosen = planned(given, survey, leaves, layout, store, settings, checked)
+    with hooks_silent(cells.scope.modules), looking():
+        known = planned(given, survey, leaves, layout, store, checked)
     survey.close()  # its states are no part of the plan
-    if chosen.plan is not None:
+    if known.plan.plan is not None:
         refuse_hidden_draws(cells.scope.modules, cells.name)
-        return program.scheduled(state, chosen, store, layout)
-    with around.turn():
-        return replace(_kept(program, state, chosen, travels), plan=chosen)
+        found = _scheduled(given, state, known, store, layout)
+    else:
+        with around.turn():
+            found = _kept(given, state, known, travels)
+    return replace(found, plan=known.plan)
 
 
 def _kept(
-    program: _Program,
+    given: Computation,
     state: object,
-    chosen: UnrollPlan,
+    known: Known,
     travels: Callable[[Sequence[Tensor], torch.device], AbstractContextManager[object]],
 ) -> Unrolled[object, object]:
-    """Run the steps plainly, their graphs counted.
+    """Run the steps plainly, their graphs counted: by given costs the first time alone.
 
     Raises
     ------
     BudgetError
         If the graphs take more than was planned for.
     """
-    given, costs = program.given, program.settings.costs
+    chosen, leaves = known.plan, pytree.tree_leaves(state)
     if chosen.planner == "offload":
-        held = [*pytree.tree_leaves(state), given.inputs.given]
-        with travels([t for t in held if isinstance(t, Tensor)], given.device):
-            return program.plainly(state)
-    if costs is not None:
-        return _weighed(program, state, chosen, costs)
-    with Allowance(chosen, given.facts, given.inputs).holding_all(given.device) as judge:
-        found = program.plainly(state)
-        judge((found.loss, found.outputs))
-    return found
-
-
-def _weighed(
-    program: _Program, state: object, chosen: UnrollPlan, costs: StageCosts
-) -> Unrolled[object, object]:
-    """Run the steps plainly; given costs are weighed the first time."""
-    key = program.weighed_as(costs, program.steps)
-    if KNOWN.weighed.get(key) is not None:
-        return program.plainly(state)
-    with Meter(program.given.device) as meter:
-        meter.ignore([*pytree.tree_leaves(state), *program.given.facts.parameters])
-        found = program.plainly(state)
+        held = [t for t in [*leaves, given.inputs.given] if isinstance(t, Tensor)]
+        with travels(held, given.device):
+            return plainly(given, state)
+    if given.settings.costs is None:
+        with Allowance(chosen, given.facts, given.inputs).holding_all(given.device) as judge:
+            found = plainly(given, state)
+            judge((found.loss, found.outputs))
+        return found
+    if known.weighed:
+        return plainly(given, state)
+    with Meter(given.device) as meter:
+        meter.ignore([*leaves, *given.facts.parameters])
+        found = plainly(given, state)
         beside = sum(t.nbytes for t in pytree.tree_leaves(found.outputs) if isinstance(t, Tensor))
         nbytes = meter.live_bytes() - beside  # what is stacked is not part of the limit
     if nbytes > chosen.keep_bytes:
@@ -165,109 +162,51 @@ def _weighed(
             f"the graphs of all steps take {nbytes} bytes, their costs say {chosen.keep_bytes}; "
             "give the sizes as they are, or no costs to have them measured"
         )
-    KNOWN.weighed.put(key, True)
+    known.weighed = True
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Program:
-    """Steps of a sequence, and what becomes of their outputs.
-
-    Attributes
-    ----------
-    given : Computation
-    outputs : {"stack", "sum", "last"}, callable or None
-    settings : Settings
-    steps : (int, int)
-        Those that are run.
-    """
-
-    given: Computation
-    outputs: Outputs
-    settings: Settings
-    steps: tuple[int, int]
-
-    def names(self, leaves: Sequence[Tensor]) -> list[str]:
-        """Return names of the tensors of a state, for messages."""
-        return [*(f"leaf {k} of the state" for k in range(len(leaves))), *self.given.around.names()]
-
-    def weighed_as(self, costs: StageCosts, cuts: Sequence[int]) -> object:
-        """Return what distinguishes sequences whose graphs are compared once with given costs."""
-        cells, facts = self.given.cells, self.given.facts
-        kinds = tuple([(kind.cell, kind.before, kind.after, kind.weight) for kind in facts.kinds])
-        each = tuple([identity(one) for one in cells.each])
-        states = tuple([(kind.leaves, kind.wants) for kind in facts.states])
-        numbers = cells.numbers(), tuple(facts.steps)
-        return costs, tuple(cuts), each, numbers, kinds, states, self.given.inputs.form()
-
-    def plainly(self, state: object, chunk: int | None = None) -> Unrolled[object, object]:
-        """Run the steps as they are written, with a graph."""
-        given, size = self.given, self.settings.chunk if chunk is None else chunk
-        return run_plainly(
-            given.cells,
-            given.facts,
-            given.inputs,
-            self.outputs,
-            state,
-            self.steps,
-            size,
-            graph=True,
-        )
-
-    def chain(self, cuts: Sequence[int], costs: StageCosts | None = None) -> ThroughTime:
-        """Return the chain of the chunks between some cuts."""
-        given = self.given
-        collector = Collector(given.facts, self.steps, self.outputs, given.cells.fused)
-        chain = ThroughTime(
-            given.cells,
-            given.facts,
-            given.inputs,
-            collector,
-            given.around,
-            cuts,
-            given.device,
-            costs,
-        )
-        chain.check = self.settings.check
-        return chain
-
-    def run(
-        self, state: object, chain: ThroughTime, course: Course, bars: Bars
-    ) -> Unrolled[object, object]:
-        """Run a chain of the steps by a schedule."""
-        leaves = pytree.tree_leaves(state)
-        run = Sweep(chain, chain.first(leaves), course, bars)
-        wanted = [*leaves, *self.given.inputs.tensors(), *self.given.facts.parameters]
-        return Unrolled(*through(run, wanted), None)
-
-    def scheduled(
-        self, state: object, chosen: UnrollPlan, store: Store | None, layout: TensorLayout
-    ) -> Unrolled[object, object]:
-        """Run the steps by a plan."""
-        given, settings, plan = self.given, self.settings, chosen.plan
-        assert plan is not None
-        names = self.names(pytree.tree_leaves(state))
-        # Of equal chunks the last may be shorter: a range takes no memory.
-        cuts = chosen.cuts or range(0, given.inputs.steps + chosen.chunk, chosen.chunk)
-        judged = chosen.chain if settings.costs is not None else None
-        chain = self.chain(cuts, None if judged is None else judged.costs)
-        if settings.costs is None:
-            chain.allowance = Allowance(chosen, given.facts, given.inputs)
-        elif KNOWN.weighed.get(key := self.weighed_as(settings.costs, cuts)) is None:
-            chain.weighs, chain.done = True, lambda: _hold(key)
-        chain.samples = KNOWN.looks(given.cells, chain.n_steps)
-        if not plan.writes:
-            store = None
-        if chosen.chain is None:
-            course = _equal_course(chosen, settings, names, store, layout, given.device)
-        else:
-            course = _course(chosen, settings, names, store)
-        found = self.run(state, chain, course, Bars(settings.progress))
-        return replace(found, plan=chosen)
+def _scheduled(
+    given: Computation, state: object, known: Known, store: Store | None, layout: TensorLayout
+) -> Unrolled[object, object]:
+    """Run the steps by a plan."""
+    chosen, settings = known.plan, given.settings
+    plan, names = chosen.plan, given.names(len(pytree.tree_leaves(state)))
+    assert plan is not None
+    # Of equal chunks the last may be shorter: a range takes no memory.
+    cuts = chosen.cuts or range(0, given.inputs.steps + chosen.chunk, chosen.chunk)
+    if settings.costs is None or chosen.chain is None:
+        chain = ThroughTime(given, cuts)
+        chain.allowance = Allowance(chosen, given.facts, given.inputs)
+    else:
+        chain = ThroughTime(given, cuts, chosen.chain.costs)
+        chain.weighs, chain.done = not known.weighed, known.was_weighed
+    chain.samples = KNOWN.looks(given.cells, chain.n_steps)
+    if not plan.writes:
+        store = None
+    if chosen.chain is None:
+        course = _equal_course(chosen, settings, names, store, layout, given.device)
+    else:
+        course = _course(chosen, settings, names, store)
+    return _through(chain, state, course, Bars(settings.progress))
 
 
-def _hold(key: object) -> None:
-    KNOWN.weighed.put(key, True)
+def _through(
+    chain: ThroughTime, state: object, course: Course, bars: Bars
+) -> Unrolled[object, object]:
+    """Run a chain of the steps by a schedule."""
+    leaves = pytree.tree_leaves(state)
+    run = Sweep(chain, chain.first(leaves), course, bars)
+    wanted = [*leaves, *chain.inputs.tensors(), *chain.facts.parameters]
+    try:
+        found = _ThroughAutograd.apply(run, *wanted)
+    except BaseException:
+        run.close()  # now: a traceback may keep it for long
+        raise
+    spec = chain.last_spec()
+    values = [None if n is None else found[n] for n in run.places]
+    loss, reduced = results_of(chain.facts, values[spec.num_leaves :])
+    return Unrolled(pytree.tree_unflatten(values[: spec.num_leaves], spec), loss, reduced, None)
 
 
 def _equal_course(
@@ -326,7 +265,7 @@ def _course(
     reserved += 0 if store is None else store.buffer_bytes(layout)
     rules = partial(_rules_of, costs, chosen.memory_bytes - reserved)
     schedule: Callable[[], Schedule] = plan.schedule
-    states, step_s = VariedTensors(names), plan.costs.forward_step_s
+    states, step_s = TensorStates(names, varied=True), plan.costs.forward_step_s
     if store is None:
         return Course(schedule, states, step_s, rules=rules)
     course = Stages(chain, inside=False)
@@ -356,11 +295,175 @@ def _rules_of(costs: StageCosts, limit: int) -> Rules:
     return Rules.in_bytes(costs, limit, recovers=True)
 
 
+# ---------------------------------------------------------- one operation of autograd
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How a chain of chunks is run.
+
+    Attributes
+    ----------
+    schedule : callable
+        Returns a fresh schedule.
+    states : States
+        What the chain's states are made of.
+    step_s : float
+        Predicted seconds of a chunk forward.
+    slots : float
+        For states that are alike.
+    rules : callable, optional
+        Makes the machine that judges each action, where states are not.
+    store : Store, optional
+        The slow tier, closed.
+    record : Layout, optional
+        What it is opened for.
+    late : Late, optional
+        What is asked where the tier is late.
+    was_late : callable, optional
+        Called with the timeline of a sweep that went on without its tier.
+    """
+
+    schedule: Callable[[], Schedule]
+    states: TensorStates
+    step_s: float = 1e-6
+    slots: float = math.inf
+    rules: Callable[[], Rules] | None = None
+    store: Store | None = None
+    record: Layout | None = None
+    late: Late | None = None
+    was_late: Callable[[Timeline], None] | None = None
+
+
+class Sweep:
+    """One sequence, forward and backward; lives as long as the graph it is part of.
+
+    Parameters
+    ----------
+    chain : ThroughTime
+    first : TensorState
+        State 0.
+    course : Course
+    bars : Bars
+    """
+
+    def __init__(self, chain: ThroughTime, first: TensorState, course: Course, bars: Bars) -> None:
+        self.chain, self._first, self._course, self._bars = chain, first, course, bars
+        self._ready = False
+        self.places: list[int | None] = []  # in the results, of the state's leaves and y's
+        store = course.store
+        states: States[TensorState, Any, Any] = course.states
+        self._executor: Executor[TensorState, Any] = Executor(
+            bars.watch(chain, course.step_s),
+            () if store is None else (store,),
+            slots=course.slots,
+            rules=course.rules,
+            states=states,
+            progress=bars.update if bars.shown else None,
+        )
+        with Shield(up=True):  # what is open is also noted to be closed
+            if store is not None:
+                assert course.record is not None
+                store.open(course.record)
+            self._end = Ending(self, partial(_end, self._executor, store, Birth.here()))
+
+    def close(self) -> None:
+        """Forget the sweep; close the tier and give it back."""
+        self._end()
+
+    def forward(self) -> TensorState:
+        """Run all steps; return the last state."""
+        around = self.chain.around
+        with contextlib.closing(self._bars) as bars, around.turn(), around.settled(keep=True):
+            bars.start(self.chain.n_steps)
+            last = self._run_forward()
+        self._ready = True
+        return last
+
+    def _run_forward(self) -> TensorState:
+        course = self._course
+        last = self._executor.forward(course.schedule(), self._first, late=course.late)
+        self._note_late()
+        return last
+
+    def _note_late(self) -> None:
+        """Log that a sweep went on without its tier; the next one is planned for that."""
+        late, was_late = self._course.late, self._course.was_late
+        if late is not None and late.why and was_late is not None:
+            _log.info("%s", late.why)
+            was_late(self._executor.timeline)
+
+    def backward(
+        self, adjoint: tuple[Tensor | None, ...], outputs: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of state 0; those of inputs and parameters lie in the chain."""
+        chain = self.chain
+        chain.output_gradients = outputs
+        chain.sums = [None] * len(chain.facts.parameters)
+        chain.of_inputs = InputGradients(chain.inputs)
+        with chain.around.turn(), chain.replaying():
+            if not self._ready:  # a second backward: stand where the forward sweep ended
+                self._run_forward()
+            self._ready = False
+            with contextlib.closing(self._bars) as bars:
+                bars.back(chain.n_steps)
+                gradients: tuple[Tensor | None, ...] = self._executor.reverse(adjoint)
+            self._note_late()
+            chain.verify()
+            return gradients
+
+
+def _end(executor: Executor[TensorState, Any], store: Store | None, birth: Birth) -> None:
+    def close() -> None:
+        executor.abort()
+        if store is not None:
+            store.close()
+
+    end(close, birth)
+
+
+class _ThroughAutograd(torch.autograd.Function):
+    """The sequence as one operation of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Sweep, *wanted: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        chain = run.chain
+        chain.hooks.state_0 = wanted[: chain.first_spec().num_leaves]
+        last = run.forward().tensors[: chain.last_spec().num_leaves]
+        results, flags, run.places = chain.results(last)
+        chain.collector.clear()  # a result that leads to its graph must not be part of it
+        ctx.mark_non_differentiable(
+            *(t for t, flag in zip(results, flags, strict=True) if t is not None and not flag)
+        )
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise MultistageError(
+                "double backward (create_graph=True) through unroll is not supported; give it "
+                "memory enough to keep every tape, or planner='keep'"
+            )
+        chain = ctx.run.chain
+        count, places = chain.last_spec().num_leaves, ctx.run.places
+        # A result that stands at several places has one gradient, that of its first.
+        each = [
+            None if n is None or n in places[:i] else gradients[n] for i, n in enumerate(places)
+        ]
+        of_state = ctx.run.backward(tuple(each[:count]), each[count:])
+        assert chain.of_inputs is not None
+        of_inputs, sums = chain.of_inputs.values(), chain.sums
+        chain.of_inputs, chain.sums = None, []
+        return (None, *of_state, *of_inputs, *sums)
+
+
 # ---------------------------------------------------------------------- checking
 
 
 def _checked(
-    program: _Program, survey: Survey, state: object, chosen: UnrollPlan, steps: Steps | None
+    given: Computation, survey: Survey, state: object, chosen: UnrollPlan, steps: Steps | None
 ) -> Checked:
     """Run some steps plainly, and by a schedule that runs them again; compare.
 
@@ -368,54 +471,53 @@ def _checked(
     their graph fits the limit; then, where steps differ, a step of each kind that is not
     among them.
     """
-    settings, facts = program.settings, program.given.facts
-    if settings.check == "off":
+    facts = given.facts
+    if given.settings.check == "off":
         return Checked("off")
-    if any(each.enabled for each in program.given.around.settings.autocast):
+    if any(each.enabled for each in given.around.settings.autocast):
         return Checked("not checked; under autocast gradients are added in another precision")
     survey.close()  # states are found again one by one, or too many would be held
-    outputs = None if callable(program.outputs) else program.outputs
-    first = min(program.steps[1], max(3, min(chosen.chunk, _CHECKED)))
+    outputs = None if callable(given.outputs) else given.outputs
+    first = min(given.steps[1], max(3, min(chosen.chunk, _CHECKED)))
     while steps is not None and first > 1 and _peak_bytes(first, steps) > chosen.memory_bytes:
         first -= 1
     windows: list[tuple[int, int, Any]] = [(0, first, state)]
     if not facts.equal:
         windows += [(k.first, k.first + 1, k) for k in facts.kinds if k.first >= first]
     seconds, outcomes = 0.0, []
-    for start, stop, given in windows:
+    for start, stop, begin in windows:
         if start:
-            leaves = survey.state_before(given)
-            given = pytree.tree_unflatten(leaves, facts.states[given.before].spec)
-        part = replace(program, steps=(start, stop), outputs=outputs)
-        found = _checked_part(part, given, chosen)
+            leaves = survey.state_before(begin)
+            begin = pytree.tree_unflatten(leaves, facts.states[begin.before].spec)
+        part = replace(given, steps=(start, stop), outputs=outputs)
+        found = _checked_part(part, begin, chosen)
         seconds += found.seconds
         outcomes.append(found.outcome)
-        del given
+        del begin
     different = [outcome for outcome in outcomes if outcome != outcomes[0]]
     return Checked("; ".join([outcomes[0], *dict.fromkeys(different)]), seconds)
 
 
-def _checked_part(part: _Program, state: object, chosen: UnrollPlan) -> Checked:
+def _checked_part(part: Computation, state: object, chosen: UnrollPlan) -> Checked:
     """Compare a run of some steps in three chunks at most with a plain one."""
-    given, cuts = part.given, _thirds(*part.steps)
-    cells, facts, size = given.cells, given.facts, cuts[1] - cuts[0]
+    cuts = _thirds(*part.steps)
+    cells, facts, size = part.cells, part.facts, cuts[1] - cuts[0]
 
     def results(found: Unrolled[object, object]) -> object:
         return found.state, found.loss, found.outputs
 
-    def plainly(state: object) -> object:
-        return results(part.plainly(state, size))
+    def plain(state: object) -> object:
+        return results(plainly(part, state, size))
 
     def scheduled(state: object) -> object:
-        leaves, chain = pytree.tree_leaves(state), part.chain(cuts)
-        chain.samples = Samples.every(chain.n_steps, watch=not cells.is_compiled())
-        names = part.names(leaves)
+        chain, names = ThroughTime(part, cuts), part.names(len(pytree.tree_leaves(state)))
+        chain.samples = Samples(None, chain.n_steps, watch=not cells.is_compiled())
+        states = TensorStates(names, varied=not facts.equal)
         if facts.equal:
-            course = Course(partial(revolve_schedule, 1, chain.n_steps), TensorStates(names))
+            course = Course(partial(revolve_schedule, 1, chain.n_steps), states)
         else:
-            actions = partial(_again, chain.n_steps)
-            course = Course(actions, VariedTensors(names))
-        return results(part.run(state, chain, course, Bars(False)))
+            course = Course(partial(_again, chain.n_steps), states)
+        return results(_through(chain, state, course, Bars(False)))
 
     compared = partial(
         check_chain,
@@ -424,10 +526,10 @@ def _checked_part(part: _Program, state: object, chosen: UnrollPlan) -> Checked:
         room_bytes=chosen.memory_bytes / 2,
         writes=False,
         check=part.settings.check,
-        targets=[*given.inputs.tensors(), *facts.parameters],
+        targets=[*part.inputs.tensors(), *facts.parameters],
     )
     # Where nothing is run again: measuring ran the cell, which must have left no trace.
-    found = compared(plainly, plainly if chosen.plan is None else scheduled, state)
+    found = compared(plain, plain if chosen.plan is None else scheduled, state)
     if not cells.fused or chosen.plan is None or found.outcome != "equal":
         return found
     if any(facts.draws):
@@ -436,7 +538,7 @@ def _checked_part(part: _Program, state: object, chosen: UnrollPlan) -> Checked:
     name = f"one call of {cells.name} for all steps"
     every = part.steps[1]
     both = compared(
-        lambda state: results(part.plainly(state, every)), plainly, state, name=name, rounded=other
+        lambda state: results(plainly(part, state, every)), plain, state, name=name, rounded=other
     )
     return Checked(both.outcome, found.seconds + both.seconds)
 

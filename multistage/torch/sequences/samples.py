@@ -38,26 +38,22 @@ class Samples:
 
     Parameters
     ----------
-    number : int
-        Of the sequence, among those of its cell.
+    number : int or None
+        Of the sequence, among those of its cell; None to look at all chunks, whatever it is.
     chunks : int
     watch : bool
         Whether a dispatch mode may see the operations: compiled cells run otherwise then.
     """
 
-    @classmethod
-    def every(cls, chunks: int, *, watch: bool) -> Samples:
-        """Return a sample of all chunks."""
-        found = cls(0, chunks)
-        found._watched = frozenset(range(chunks) if watch else ())
-        return found
-
-    def __init__(self, number: int, chunks: int, *, watch: bool = True) -> None:
+    def __init__(self, number: int | None, chunks: int, *, watch: bool = True) -> None:
         draw = random.Random(number)
-        self._whole = number < _WHOLE
+        self._whole = number is None or number < _WHOLE
         # One at least; of those that are watched as many on the average.
         self._graphed = frozenset(draw.sample(range(chunks), -(-chunks // _GRAPHED)))
-        count = -(-chunks // 4) if self._whole else (chunks + number % _WATCHED) // _WATCHED
+        if number is None:
+            count = chunks
+        else:
+            count = -(-chunks // 4) if self._whole else (chunks + number % _WATCHED) // _WATCHED
         self._watched = frozenset(draw.sample(range(chunks), count) if watch else ())
 
     def graphed(self, k: int) -> bool:

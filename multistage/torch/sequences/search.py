@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ...actions import Evict, Put, Reverse, Tape
 from ...backends.base import Store
@@ -123,6 +123,7 @@ def _nothing_fits(planner: str, n_steps: int, memory: int, least: int | None) ->
     )
 
 
+@dataclass(slots=True)
 class Equal:
     """Plans of equal steps: for each size of chunk one by closed forms.
 
@@ -140,23 +141,27 @@ class Equal:
         Seconds and peak bytes where tapes travel.
     """
 
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        n_steps: int,
-        state_bytes: int,
-        settings: Settings,
-        tier: Tier | None = None,
-        buffer_bytes: int = 0,
-        offload: tuple[float, int] | None = None,
-    ) -> None:
-        self._samples, self._n, self._state_bytes = samples, n_steps, state_bytes
-        self._settings, self._tier, self._offload = settings, tier, offload
-        self._buffer_bytes = buffer_bytes
-        self._least: list[int] = []
-        self.keep_bytes = keep_bytes(samples, n_steps)
-        # By the fastest: no schedule of the same turns is faster, whatever the clock's noise.
-        self.keep_s = min(sample.turn_s / sample.chunk for sample in samples) * n_steps
+    samples: Sequence[Sample]
+    n_steps: int
+    state_bytes: int
+    settings: Settings
+    tier: Tier | None = None
+    buffer_bytes: int = 0
+    offload: tuple[float, int] | None = None
+    _least: list[int] = field(default_factory=list)
+
+    @property
+    def keep_bytes(self) -> int:
+        """What plain autograd takes."""
+        return keep_bytes(self.samples, self.n_steps)
+
+    @property
+    def keep_s(self) -> float:
+        """Seconds of plain autograd, by the fastest sample.
+
+        No schedule of the same turns is faster, whatever the clock's noise.
+        """
+        return min(sample.turn_s / sample.chunk for sample in self.samples) * self.n_steps
 
     def found(self, memory: int, *, kept: bool) -> list[Found]:
         """Return the plans that fit, but for that of plain autograd.
@@ -166,23 +171,23 @@ class Equal:
         ArgumentError
             For planner "offload" without a tier that tapes may travel to.
         """
-        planner, chunk, found = self._settings.planner, self._settings.chunk, list[Found]()
-        if planner == "offload" and self._offload is None:
+        planner, chunk, found = self.settings.planner, self.settings.chunk, list[Found]()
+        if planner == "offload" and self.offload is None:
             raise ArgumentError(
                 "planner 'offload' needs a tier, as in tiers=['file:///scratch'], and a cell that "
                 "allows hooks on saved tensors (torch.func does not)"
             )
-        if self._offload is not None and self._settings.offloads:
-            self._least.append(self._offload[1])
-            if self._offload[1] <= memory:
-                found.append(Found(*self._offload, "offload"))
-        for sample in self._samples:
-            if chunk is not None and sample.chunk != min(chunk, self._n):
+        if self.offload is not None and self.settings.offloads:
+            self._least.append(self.offload[1])
+            if self.offload[1] <= memory:
+                found.append(Found(*self.offload, "offload"))
+        for sample in self.samples:
+            if chunk is not None and sample.chunk != min(chunk, self.n_steps):
                 continue
             if planner in ("auto", "recompute"):
                 found += self._scheduled(sample, memory, "recompute", ())
-            tier = self._tier  # one chunk leaves no state to write to it
-            if planner in ("auto", "stream") and tier is not None and sample.chunk < self._n:
+            tier = self.tier  # one chunk leaves no state to write to it
+            if planner in ("auto", "stream") and tier is not None and sample.chunk < self.n_steps:
                 found += self._scheduled(sample, memory, "stream", (tier,))
         return found
 
@@ -190,9 +195,9 @@ class Equal:
         self, sample: Sample, memory: int, name: str, tiers: tuple[Tier, ...]
     ) -> list[Found]:
         """Return the plan for chunks of one size, if it fits, and writes with a tier."""
-        size = self._state_bytes
+        size = self.state_bytes
         # The live state and its adjoint, beside one chunk's graph.
-        fixed = sample.held_bytes + 2 * size + (self._buffer_bytes if tiers else 0)
+        fixed = sample.held_bytes + 2 * size + (self.buffer_bytes if tiers else 0)
         self._least.append(fixed + size)
         slots = (memory - fixed) // size
         if slots < 1:
@@ -204,7 +209,7 @@ class Equal:
             tiers=tiers,
             action_s=action_seconds(),
         )
-        count, planner = -(-self._n // sample.chunk), self._settings.planner
+        count, planner = -(-self.n_steps // sample.chunk), self.settings.planner
         chosen = _scheduled(costs, slots, count, planner)
         if tiers and not chosen.writes:
             return []
@@ -244,9 +249,9 @@ class Unequal:
         self._steps, self._settings, self._store = steps, settings, store
         self._chunk, self._memory = settings.chunk, 0
         self.keep_bytes = plan_chain(steps.plain(), None, "store-all").peak_bytes
-        self.keep_s = sum(stage.forward_s + stage.backward_s for stage in steps.stages)
+        self.keep_s = steps.seconds
         # The caller holds the last state from the end of the forward sweep on.
-        self._held = steps.stages[-1].output_bytes
+        self._held = steps.last_bytes
         # Limits that plans would need, and the cuts of those with a tier.
         self._least: list[tuple[int, tuple[int, ...]]] = []
 

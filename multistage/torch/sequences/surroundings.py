@@ -28,13 +28,11 @@ from ..environment.copies import cloned, put_back, version_of
 from ..environment.randomness import Generators, State, device_types
 from ..environment.settings import Settings
 from ..environment.turns import TURN
-from ..measurement.checking import Check
 from ..tensors.checksums import digest
 from ..tensors.states import copied
 from .cells import Cells
 from .facts import Facts
 from .hooks import hooks_on, refuse_hooks_on_parameters
-from .inputs import Inputs
 
 
 class Surroundings:
@@ -278,18 +276,6 @@ class Surroundings:
                 if keep and value is not buffer and value is not None and buffer is not None:
                     with torch.no_grad():
                         buffer.copy_(value)
-
-
-@dataclass(frozen=True, slots=True)
-class Computation:
-    """The steps of a sequence, and what is around them."""
-
-    cells: Cells
-    facts: Facts
-    inputs: Inputs
-    around: Surroundings
-    device: torch.device
-    check: Check
 
 
 @dataclass(frozen=True, slots=True, eq=False)

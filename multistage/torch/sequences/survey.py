@@ -11,10 +11,10 @@ more leaves of the state take part in the gradient.
 
 from __future__ import annotations
 
-import contextlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from ..tensors.graphs import Used, uses
 from ..tensors.states import Kind, kind_of
 from .arguments import Settings
 from .cells import Cells, known_parameters, state_leaves
-from .exploring import Explorer, Look, StateVaries
+from .exploring import Explorer, StateVaries, put_back
 from .facts import Facts, StateKind, StepKind, XKind, kind_of_tree
 from .hooks import looking
 from .inputs import Inputs, Taken
@@ -159,12 +159,13 @@ class Survey:
         while True:
             number, before = len(self.kinds), self.states[len(self.kinds)]
             leaves = _as_found(self._first, before.wants)
-            explorer, looked = self._look(0, 0, before, leaves)
-            wants = [a or b for a, b in zip(looked.wants, before.wants, strict=True)]
+            explorer = self._explorer(0, 0, before, leaves)
+            kind = explorer.look()
+            wants = [a or b for a, b in zip(explorer.wants, before.wants, strict=True)]
             after = self._number_of(StateKind(before.spec, *_kinds_of(self._first, wants)))
             last = after == number or number + 1 == self.inputs.steps
-            graded = last and explorer.graded(looked)
-            self._add(looked, 0, 0, number, after, graded=graded)
+            kind = replace(kind, before=number, after=after, graded=last and explorer.graded())
+            self._add(replace(kind, first=number, name=self._name(0, before, 0)), explorer.used)
             self._steps.append(number)
             if last:
                 return
@@ -236,8 +237,8 @@ class Survey:
         if leaves is None:
             leaves = _as_found(self._walked(t), kind.wants)
         try:
-            explorer, looked = self._look(t, cell_number, kind, leaves)
-            graded = explorer.graded(looked)
+            explorer = self._explorer(t, cell_number, kind, leaves)
+            looked, graded = explorer.look(), explorer.graded()
         except _MISFITS as error:
             if t == 0 or isinstance(error, (StateError, ArgumentError, torch.OutOfMemoryError)):
                 raise
@@ -247,16 +248,25 @@ class Survey:
                 f"{said.splitlines()[0]}; a cell must take the state that the step before it "
                 "returns"
             ) from error
-        found, flags = _kinds_of(looked.leaves, looked.wants)
-        after = self._number_of(StateKind(looked.spec, found, flags))
-        self._hold(after, t + 1, _as_found(looked.leaves, flags))
-        x = x if self._exact and self.inputs.made else None
-        self._add(looked, t, cell_number, before, after, x, graded=graded)
+        found, flags = _kinds_of(explorer.after, explorer.wants)
+        after = self._number_of(StateKind(explorer.after_spec, found, flags))
+        self._hold(after, t + 1, _as_found(explorer.after, flags))
+        looked = replace(
+            looked,
+            cell=cell_number,
+            before=before,
+            after=after,
+            x=x if self._exact and self.inputs.made else None,
+            graded=graded,
+            first=t,
+            name=self._name(cell_number, kind, t),
+        )
+        self._add(looked, explorer.used)
 
-    def _look(
+    def _explorer(
         self, t: int, cell_number: int, kind: StateKind, leaves: Sequence[Tensor]
-    ) -> tuple[Explorer, Look]:
-        """Run step t on a state."""
+    ) -> Explorer:
+        """Return what runs step t on a state."""
         inputs, fused = self.inputs, self.cells.fused
 
         def sample(taken: Taken) -> object:
@@ -266,7 +276,7 @@ class Survey:
                 else inputs.at(t, taken)
             )
 
-        explorer = Explorer(
+        return Explorer(
             self.cells.each[cell_number],
             leaves,
             kind.spec,
@@ -276,42 +286,10 @@ class Survey:
             self._check,
             alike=self._equal,
         )
-        return explorer, explorer.look()
 
-    def _add(
-        self,
-        looked: Look,
-        t: int,
-        cell: int,
-        before: int,
-        after: int,
-        x: XKind | None = None,
-        *,
-        graded: bool,
-    ) -> None:
-        """Note a kind of steps."""
-        self._used.append(looked.used)
-        self.kinds.append(
-            StepKind(
-                cell=cell,
-                before=before,
-                after=after,
-                x=x,
-                x_kinds=looked.x_kinds,
-                returns_y=looked.returns_y,
-                y_spec=looked.y_spec,
-                ys=tuple(kind_of(y) for y in looked.ys),
-                differentiable=looked.differentiable,
-                draws=looked.draws,
-                graded=graded,
-                buffers=looked.buffers,
-                weight=looked.weight,
-                made=looked.made,
-                parameters=(),  # known when all are
-                first=len(self.kinds) if self._equal else t,
-                name=self._name(cell, self.states[before], t),
-            )
-        )
+    def _add(self, kind: StepKind, used: Used) -> None:
+        self.kinds.append(kind)  # its parameters are known when all kinds are
+        self._used.append(used)
 
     def _name(self, cell_number: int, before: StateKind, t: int) -> str:
         cells, given = self.cells.each, self.inputs.at(t) if not self.inputs.made else None
@@ -392,16 +370,11 @@ class Survey:
     def _kind(self, t: int) -> StepKind:
         return self.kinds[self._steps[t]]
 
-    @contextlib.contextmanager
-    def _untouched(self) -> Iterator[None]:
+    def _untouched(self) -> AbstractContextManager[None]:
         """Run steps as things are now; put everything back."""
-        cells, random = self.cells, self.generators.capture()
-        buffers = [(module, key) for module, key, _ in cells.scope.buffers()]
-        try:
-            with Environment(cells.scope, cells.name, buffers).again(random=False):
-                yield
-        finally:
-            self.generators.restore(random)
+        scope, name = self.cells.scope, self.cells.name
+        around = Environment(scope, name, [(module, key) for module, key, _ in scope.buffers()])
+        return put_back(around, self.generators, self.generators.capture())
 
 
 def _losses(kind: StepKind) -> tuple[bool, ...]:

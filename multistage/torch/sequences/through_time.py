@@ -3,16 +3,14 @@
 Accumulation order.  Gradients of parameters are added up in the order of plain
 autograd (`sums.py`).  The same holds of a state that is an output too: the output's
 gradient comes before those from the steps after.
-
-What steps must do alike each time they are run comes first, with the errors where they do not.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,160 +19,106 @@ from torch.utils import _pytree as pytree
 from ...errors import ArgumentError, BudgetError, StateError
 from ...model.stages import StageCosts
 from ..environment.turns import TURN
-from ..measurement.checking import Check, complain
+from ..measurement.checking import complain
 from ..tensors.checksums import Checksums
 from ..tensors.graphs import Walked, graph_begins, held_elsewhere, leaves_below, statistics_in, uses
 from ..tensors.meter import Meter
 from ..tensors.states import TensorState
 from .allowances import Allowance
+from .arguments import Settings
 from .boundaries import Boundaries
 from .cells import Cells
 from .facts import Facts, Ys, run_steps
 from .hooks import HandedDown, refuse_hooks_on_inputs, unseen, without_hooks
 from .inputs import InputGradients, Inputs, Taken
-from .results import Collector, single_results
+from .results import Collector, Outputs
 from .samples import Samples, Watch
 from .sums import Sums
 from .surroundings import Surroundings
-
-
-def require_known_wants(
-    name: str,
-    facts: Facts,
-    wants: Sequence[bool],
-    leaves: Sequence[Tensor],
-    ys: Sequence[tuple[int, Sequence[Tensor]]],
-    stop: int,
-) -> None:
-    """Raise StateError if a result takes part in the gradient that was not known to.
-
-    Parameters
-    ----------
-    name, facts
-        Of the cell.
-    wants : sequence of bool
-        Which leaves of the state before step `stop` take part.
-    leaves : sequence of Tensor
-        Of that state.
-    ys : sequence of (t, leaves of y)
-        Of the steps before it.
-    stop : int
-    """
-    for i, (leaf, known) in enumerate(zip(leaves, wants, strict=True)):
-        if leaf.requires_grad and not known:
-            raise StateError(
-                f"leaf {i} of the state of {name} takes part in the gradient after step "
-                f"{stop - 1}, and did not after the first; let that leaf of "
-                "state 0 require a gradient"
-            )
-    for t, of_step in ys:
-        for j, leaf in enumerate(of_step):
-            if leaf.requires_grad and not facts.differentiable[j]:
-                raise StateError(
-                    f"leaf {j} of y of {name} takes part in the gradient at step {t}, and did "
-                    "not at the first; let it have a graph there too, as by adding 0 * h.sum()"
-                )
-
-
-def refuse_other_tensors(name: str, stop: int) -> NoReturn:
-    """Raise StateError: other tensors than at first are one and the same before step `stop`."""
-    raise StateError(
-        f"{name} returned other tensors twice after step {stop - 1} "
-        "when it was run again than at first; it must do the same every time"
-    )
-
-
-def refuse_written(name: str, steps: tuple[int, int]) -> NoReturn:
-    """Raise StateError: an output was written to after it was returned."""
-    first, last = steps
-    raise StateError(
-        f"{name} writes to an output of steps {first} to {last - 1} after it was "
-        "returned; it must return tensors that it leaves alone: a copy"
-    )
-
-
-@contextlib.contextmanager
-def refusing_writes(name: str, steps: tuple[int, int]) -> Iterator[None]:
-    """Raise StateError where a cell writes to its state, a leaf where a chunk begins."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "a leaf Variable that requires grad is being used in an in-place" not in str(error):
-            raise
-        raise StateError(
-            f"{name} writes to the state it is given, or to a parameter, by an inplace operation "
-            f"at steps {steps[0]} to {steps[1] - 1}; it must return new tensors"
-        ) from error
-
-
-def refuse_other_numbers(
-    check: Check, name: str, steps: tuple[int, int], late: Sequence[str]
-) -> None:
-    """Raise StateError, or warn, as `check` has it: steps gave other numbers in a second run.
-
-    `late` are names of buffers that they changed, and the first step did not.
-    """
-    first, last = steps
-    if late:
-        complain(
-            check,
-            f"{name} returned other numbers at steps {first} to {last - 1} when they were run "
-            f"again than at first: results depend on {', '.join(late[:4])}, which changes at later "
-            "steps and not in the first, so that it is no part of the state; change it from the "
-            "first step on, or return it in the state",
-        )
-        return
-    complain(
-        check,
-        f"{name} returned other numbers at steps {first} to {last - 1} when they "
-        "were run again than at first: it must depend on its state, inputs, parameters and "
-        "buffers alone; return what it remembers in the state, and choose deterministic "
-        "operators (torch.use_deterministic_algorithms); other threads must not draw from the "
-        "generators that it draws from, but from ones of their own",
-    )
-
-
-def refuse_unknown(name: str, leaves: Sequence[Tensor], steps: tuple[int, int]) -> None:
-    """Raise ArgumentError if there are leaves of a graph that are no parameters known of."""
-    first, last = steps
-    for leaf in leaves:
-        raise ArgumentError(
-            f"{name} uses a tensor of shape {tuple(leaf.shape)} that wants a "
-            f"gradient at steps {first} to {last - 1}, but did not at the first; give it in "
-            "parameters=[...]"
-        )
-
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 _REMEDY = "give the sizes as they are, or no costs to have them measured"
 
 
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """Steps of a sequence, what is around them, and what becomes of their outputs.
+
+    Attributes
+    ----------
+    cells, facts, inputs, around
+    device : torch.device
+        Where the states lie.
+    settings : Settings
+    outputs : {"stack", "sum", "last"}, callable or None
+    steps : (int, int)
+        Those that are run.
+    """
+
+    cells: Cells
+    facts: Facts
+    inputs: Inputs
+    around: Surroundings
+    device: torch.device
+    settings: Settings
+    outputs: Outputs
+    steps: tuple[int, int]
+
+    def names(self, count: int) -> list[str]:
+        """Return names of the tensors of a state of so many leaves, for messages."""
+        return [*(f"leaf {k} of the state" for k in range(count)), *self.around.names()]
+
+
 @dataclass(slots=True)
-class ChunkGraph:
-    """A chunk that was run with a graph.
+class Chunk:
+    """A chunk that was run.
 
     Attributes
     ----------
     given, leaves : list of Tensor
         The states before and after it.
+    begun : int
+        Sequence number of autograd's first node in it; 0 without a graph.
+    repeated : bool
+        Whether it was run before.
+    collector : Collector or None
+        Gets the outputs of a first run.
+    watch : Watch or None
+        Of what it has written to.
     xs : list of (place, Tensor)
         The leaves that stand for inputs that require gradients.
     ys : list of (t, leaves of y)
-    begun : int
-        Sequence number of autograd's first node in it.
-    watch : Watch or None
-        Of what it has written to.
-    repeated : bool
-        Whether it was run before.
     """
 
     given: list[Tensor]
-    leaves: list[Tensor]
-    xs: Taken
-    ys: Ys
     begun: int
+    repeated: bool
+    collector: Collector | None
     watch: Watch | None = None
-    repeated: bool = False
+    leaves: list[Tensor] = field(default_factory=list)
+    xs: Taken = field(default_factory=list)
+    ys: Ys = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
+
+    @property
+    def results(self) -> list[Tensor]:
+        """All that its steps have returned: the last state and each output."""
+        return [*self.leaves, *(y for _, of_step in self.ys for y in of_step)]
+
+    def take(self, found: tuple[int, list[Tensor]]) -> None:
+        """Take t and the leaves of y of a step."""
+        self.ys.append(found)
+        self._versions.extend([y._version for y in found[1]])
+        if self.collector is not None:
+            self.collector.add(*found)
+
+    def refuse_written(self, name: str, steps: tuple[int, int]) -> None:
+        """Raise StateError if an output was written to after it was returned."""
+        if self._versions != [y._version for _, of_step in self.ys for y in of_step]:
+            raise StateError(
+                f"{name} writes to an output of steps {steps[0]} to {steps[1] - 1} after it was "
+                "returned; it must return tensors that it leaves alone: a copy"
+            )
 
 
 class Graph:
@@ -182,33 +126,10 @@ class Graph:
 
     __slots__ = ("chosen", "entry", "held")
 
-    def __init__(
-        self, again: ChunkGraph, walked: Walked, chosen: Sequence[int], entry: Sums
-    ) -> None:
+    def __init__(self, again: Chunk, walked: Walked, chosen: Sequence[int], entry: Sums) -> None:
         # The entry is made now: by the thread of the graph, wherever backward is called from.
         self.chosen, self.entry = chosen, entry
         self.held: list[Any] = [walked.sort(), again]  # the graph first, then its nodes
-
-
-class _Outputs:
-    """The outputs of the steps of a chunk, collected in a first run; none may be written to."""
-
-    def __init__(self, collector: Collector | None) -> None:
-        self._collector = collector
-        self.found: Ys = []
-        self._versions: list[int] = []
-
-    def take(self, found: tuple[int, list[Tensor]]) -> None:
-        """Take t and the leaves of y."""
-        self.found.append(found)
-        self._versions.extend([y._version for y in found[1]])
-        if self._collector is not None:
-            self._collector.add(*found)
-
-    def refuse_written(self, name: str, steps: tuple[int, int]) -> None:
-        """Raise StateError if one was written to since."""
-        if self._versions != [y._version for _, of_step in self.found for y in of_step]:
-            refuse_written(name, steps)
 
 
 class ThroughTime:
@@ -222,13 +143,10 @@ class ThroughTime:
 
     Parameters
     ----------
-    cells, facts, inputs, collector
-    around : Surroundings
+    given : Computation
     cuts : sequence of int
         The first time step of each chunk, and behind the last that of what is not run, or a
         number beyond all steps.
-    device : torch.device
-        Where the states lie.
     costs : StageCosts, optional
         Of the chunks, where they were given: states must not take more.
 
@@ -243,31 +161,24 @@ class ThroughTime:
     one_tape = False
 
     def __init__(
-        self,
-        cells: Cells,
-        facts: Facts,
-        inputs: Inputs,
-        collector: Collector,
-        around: Surroundings,
-        cuts: Sequence[int],
-        device: torch.device,
-        costs: StageCosts | None = None,
+        self, given: Computation, cuts: Sequence[int], costs: StageCosts | None = None
     ) -> None:
-        self.cells, self.facts, self.inputs, self.collector = cells, facts, inputs, collector
+        self.cells, self.facts, self.inputs = given.cells, given.facts, given.inputs
+        self.around, self.device = given.around, given.device
+        self.check, facts = given.settings.check, given.facts
+        self.collector = Collector(facts, given.steps, given.outputs, given.cells.fused)
         self.cuts, self._costs = cuts, costs
         self.state_is_tape = facts.equal
         self.front = 0  # chunks whose outputs were collected
         self.checksums: Checksums | None = None  # of the first run
         self.sums: list[Tensor | None] = []
         self.of_inputs: InputGradients | None = None  # while a backward runs
-        ends = () if cells.fused else facts.parameters
+        ends = () if given.cells.fused else facts.parameters
         self.boundaries = Boundaries(facts.differentiable, facts.parameters, ends)
-        self.check: Check = "error"
         self.allowance: Allowance | None = None  # for graphs that are larger than planned for
         self.output_gradients: Sequence[Tensor | None] = ()
         self.samples: Samples | None = None  # none while it is measured
         self.hooks = HandedDown()
-        self.around, self.device = around, device
         self.weighs = False
         self.done: Callable[[], None] = lambda: None  # once a backward has ended
 
@@ -277,10 +188,6 @@ class ThroughTime:
         return len(self.cuts) - 1
 
     # ------------------------------------------------------------------ states
-
-    def names(self, state_names: Sequence[str]) -> list[str]:
-        """Return names of a state's tensors, for messages."""
-        return [*state_names, *self.around.names()]
 
     def first(self, leaves: Sequence[Tensor]) -> TensorState:
         """Return state 0, with what is in the generators and buffers now."""
@@ -332,22 +239,6 @@ class ThroughTime:
         """Return the structure of the last state."""
         return self._spec(self.n_steps)
 
-    def _note(self, k: int, given: Sequence[Tensor], leaves: Sequence[Tensor], ys: Ys) -> None:
-        """Note which tensors around a chunk are one; compare the state with given costs."""
-        TURN.moved()
-        outputs = () if self.cells.fused else ys
-        if not self.boundaries.note(k, given, leaves, outputs, self._steps(k)):
-            refuse_other_tensors(self.cells.name, self._stop_of(k))
-        if self._costs is None:
-            return
-        nbytes, t = sum(leaf.nbytes for leaf in leaves), self.cuts[k + 1] - 1
-        most = self._costs.stages[k].output_bytes
-        if nbytes > most:
-            raise BudgetError(
-                f"state {t + 1}, which step {t} returned, takes {nbytes} bytes, its costs say "
-                f"output_bytes={most}; {_REMEDY}"
-            )
-
     def advance(self, state: TensorState, start: int, stop: int) -> TensorState:
         """Return the state after these chunks, without a graph."""
         self.require_checksums()
@@ -355,22 +246,10 @@ class ThroughTime:
             graph = self.facts.graded or (self.samples is not None and self.samples.graphed(k))
             # Of the chunks that are looked at, the graph is dropped.
             with torch.set_grad_enabled(graph), unseen() if graph else contextlib.nullcontext():
-                new = k >= self.front
-                self.front = max(self.front, k + 1)
-                given = self._given(state, k, graph=graph)
-                first, last = self._steps(k)
-                user = pytree.tree_unflatten(list(given), self._spec(k))
-                ys = _Outputs(self.collector if new else None)
-                with refusing_writes(self.cells.name, (first, last)):
-                    leaves = self._run(user, k, ys.take)
-                self._hand_first_hooks_down(k, given)
-                self._note(k, given, leaves, ys.found)
-                ys.refuse_written(self.cells.name, (first, last))
-                if new and self.checksums is not None:
-                    self.checksums.note(k, results_in(leaves, ys.found))
+                chunk = self._run(state, k, graph=graph, taped=False)
                 state.checked()
-                rest = self.around.after(first, last) if new else self.around.now()
-                state = TensorState([*(t.detach() for t in leaves), *rest])
+                rest = self._rest(chunk, k)
+                state = TensorState([*(t.detach() for t in chunk.leaves), *rest])
         return state
 
     def require_checksums(self) -> None:
@@ -381,25 +260,94 @@ class ThroughTime:
     def run_alone(self, state: TensorState) -> list[Tensor]:
         """Run the first chunk with nothing beside it; return the state after it."""
         given = self._given(state, 0, graph=self.facts.graded)
-        user = pytree.tree_unflatten(given, self._spec(0))
-        return self._run(user, 0, lambda found: None)
+        return self._steps_run(Chunk(given, 0, True, None), 0, lambda found: None, taped=False)
 
-    def _run(
-        self,
-        state: Any,
-        k: int,
-        take: Callable[[tuple[int, list[Tensor]]], None],
-        xs: Taken | None = None,
-        watch: Watch | None = None,
+    def _steps_run(
+        self, chunk: Chunk, k: int, take: Callable[[tuple[int, list[Tensor]]], None], *, taped: bool
     ) -> list[Tensor]:
-        """Run the steps of a chunk; `xs` gets what stands for inputs that require gradients."""
-        inputs, steps = self.inputs, self._steps(k)
+        """Run the steps of a chunk; `taped`, it gets what stands for inputs that want gradients."""
+        inputs, steps, xs = self.inputs, self._steps(k), chunk.xs if taped else None
 
         def x(t: int) -> object:
             return inputs.many(t, steps[1], xs) if self.cells.fused else inputs.at(t, xs)
 
-        seen = x if watch is None else watch.unseen(x)
+        seen = x if chunk.watch is None else chunk.watch.unseen(x)
+        state = pytree.tree_unflatten(list(chunk.given), self._spec(k))
         return run_steps(self.cells, self.facts, state, steps, seen, take)
+
+    def _run(self, before: TensorState, k: int, *, graph: bool, taped: bool) -> Chunk:
+        """Run a chunk, `taped` to be differentiated; check that it did as it must.
+
+        Raises
+        ------
+        StateError
+            If it wrote to its state or an output, or did otherwise than in its first run.
+        """
+        new, steps, watch = k >= self.front, self._steps(k), None
+        self.front = max(self.front, k + 1)
+        again = taped and not new
+        if again and self.samples is not None and self.samples.watched(k):
+            watch = Watch([*before.tensors, *self.inputs.everything()])
+        given = self._given(before, k, graph=graph)
+        if watch is not None:
+            watch.knows(self.around.tensors())
+        begun = graph_begins() if taped else 0
+        chunk = Chunk(given, begun, not new, self.collector if new else None, watch)
+        with contextlib.nullcontext() if watch is None else watch, self._refusing_writes(steps):
+            chunk.leaves = self._steps_run(chunk, k, chunk.take, taped=taped)
+        if not again:  # whose hooks are handed down when it is reversed
+            self._hand_first_hooks_down(k, given)
+        elif self.checksums is not None and self.checksums.differs(k, chunk.results):
+            self._refuse_other(k)
+        self._note(k, chunk)
+        if not again:
+            chunk.refuse_written(self.cells.name, steps)
+        if new:
+            self.require_checksums()
+            if self.checksums is not None:
+                self.checksums.note(k, chunk.results)
+        if taped:
+            before.checked()
+            self.around.refuse_graphs(*steps)
+            self._check_wants(k, chunk)
+        return chunk
+
+    @contextlib.contextmanager
+    def _refusing_writes(self, steps: tuple[int, int]) -> Iterator[None]:
+        """Raise StateError where a cell writes to its state, a leaf where a chunk begins."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad is being used in an in-place" not in str(error):
+                raise
+            raise StateError(
+                f"{self.cells.name} writes to the state it is given, or to a parameter, by an "
+                f"inplace operation at steps {steps[0]} to {steps[1] - 1}; it must return new "
+                "tensors"
+            ) from error
+
+    def _rest(self, chunk: Chunk, k: int) -> list[Tensor]:
+        """Return the generators' states and buffers after a chunk; look at what it changed."""
+        return self.around.now() if chunk.repeated else self.around.after(*self._steps(k))
+
+    def _note(self, k: int, chunk: Chunk) -> None:
+        """Note which tensors around a chunk are one; compare the state with given costs."""
+        TURN.moved()
+        outputs, steps = () if self.cells.fused else chunk.ys, self._steps(k)
+        if not self.boundaries.note(k, chunk.given, chunk.leaves, outputs, steps):
+            raise StateError(
+                f"{self.cells.name} returned other tensors twice after step {steps[1] - 1} "
+                "when it was run again than at first; it must do the same every time"
+            )
+        if self._costs is None:
+            return
+        nbytes, t = sum(leaf.nbytes for leaf in chunk.leaves), self.cuts[k + 1] - 1
+        most = self._costs.stages[k].output_bytes
+        if nbytes > most:
+            raise BudgetError(
+                f"state {t + 1}, which step {t} returned, takes {nbytes} bytes, its costs say "
+                f"output_bytes={most}; {_REMEDY}"
+            )
 
     def _given(self, state: TensorState, k: int, *, graph: bool) -> list[Tensor]:
         """Return the state before a chunk for the cell to run on, in the surroundings of then."""
@@ -419,10 +367,9 @@ class ThroughTime:
         return given
 
     def results(self, last: Sequence[Tensor]) -> tuple[list[Tensor], list[bool], list[int | None]]:
-        """Return the results of the sequence, flags and places; see `single_results`."""
-        n, fused = self.n_steps, self.cells.fused
-        pattern, wants = self.boundaries[n - 1].pattern, self._wants(n)
-        return single_results(last, pattern, wants, self.collector, self.facts, fused=fused)
+        """Return the results of the sequence, flags and places; see `Collector.results`."""
+        n = self.n_steps
+        return self.collector.results(last, self.boundaries[n - 1].pattern, self._wants(n))
 
     def tape(self, state: TensorState, step: int) -> tuple[TensorState, object]:
         """Run a chunk with a graph; return the state after it and the graph.
@@ -449,22 +396,13 @@ class ThroughTime:
         return found
 
     def _taped(self, state: TensorState, step: int) -> tuple[TensorState, object]:
-        new = step >= self.front
-        if not new:
-            with torch.enable_grad():
-                again = self._again(state, step)
-                graph = self._graph(again, step)
-            rest = self.around.now()
-        else:
-            self.front = step + 1
-            with torch.enable_grad():
-                again = self._first_graph(state, step)
-                graph = self._graph(again, step)
-            rest = self.around.after(*self._steps(step))
-        after = TensorState([*(t.detach() for t in again.leaves), *rest])
-        return after, graph
+        with torch.enable_grad():
+            chunk = self._run(state, step, graph=True, taped=True)
+            graph = self._graph(chunk, step)
+        rest = self._rest(chunk, step)
+        return TensorState([*(t.detach() for t in chunk.leaves), *rest]), graph
 
-    def _graph(self, again: ChunkGraph, k: int) -> Graph:
+    def _graph(self, again: Chunk, k: int) -> Graph:
         parameters, walked = self.facts.parameters, Walked()
         own = {id(t) for t in [*again.given, *(x for _, x in again.xs)]}
         roots = [t for t in again.leaves if t.requires_grad]
@@ -478,28 +416,11 @@ class ThroughTime:
         chosen = [i for i, p in enumerate(parameters) if uses(walked.used, p)]
         return Graph(again, walked, chosen, Sums([parameters[i] for i in chosen]))
 
-    def _first_graph(self, before: TensorState, k: int) -> ChunkGraph:
-        """Run a chunk for the first time, with a graph."""
-        first, last = self._steps(k)
-        found = _Outputs(self.collector)
-        given, leaves, xs, begun = self._with_graph(before, k, found.take)
-        ys = found.found
-        self._hand_first_hooks_down(k, given)
-        self._note(k, given, leaves, ys)
-        found.refuse_written(self.cells.name, (first, last))
-        self.require_checksums()
-        if self.checksums is not None:
-            self.checksums.note(k, results_in(leaves, ys))
-        before.checked()
-        self.around.refuse_graphs(first, last)
-        self._check_wants(k, leaves, ys)
-        return ChunkGraph(given, leaves, xs, ys, begun)
-
     def reverse(self, tape: object, adjoint: Gradients, step: int) -> Gradients:
         """Return the gradients of the state before a chunk, from its graph or from that state."""
         with torch.enable_grad():
             if isinstance(tape, TensorState):
-                return self._back([self._again(tape, step)], adjoint, step)
+                return self._back([self._run(tape, step, graph=True, taped=True)], adjoint, step)
             assert isinstance(tape, Graph)
             found = self._back(tape.held, adjoint, step, tape.chosen, tape.entry)
         if self.allowance is not None:
@@ -518,7 +439,7 @@ class ThroughTime:
 
         Parameters
         ----------
-        held : list whose last item is the ChunkGraph
+        held : list whose last item is the Chunk
             It is taken out: nobody else may hold the graph.
         adjoint : tuple of Tensor or None
         k : int
@@ -571,18 +492,28 @@ class ThroughTime:
         )
         del again, given, xs, roots, wanted, targets
         walked.release()
-        if unknown:  # the cell's own leaves went with the graph
-            refuse_unknown(self.cells.name, held_elsewhere(unknown, collect=True), self._steps(k))
+        if unknown:
+            self._refuse_unknown(k, unknown)
         if watch is not None:
             watch.refuse_written(self.cells.name, self._steps(k))
         return result
+
+    def _refuse_unknown(self, k: int, leaves: list[Tensor]) -> None:
+        """Raise ArgumentError if there are leaves left; the cell's own went with the graph."""
+        first, last = self._steps(k)
+        for leaf in held_elsewhere(leaves, collect=True):
+            raise ArgumentError(
+                f"{self.cells.name} uses a tensor of shape {tuple(leaf.shape)} that wants a "
+                f"gradient at steps {first} to {last - 1}, but did not at the first; give it in "
+                "parameters=[...]"
+            )
 
     def _hand_first_hooks_down(self, k: int, given: Sequence[Tensor]) -> None:
         if not k:
             own = [i for i in range(len(given)) if self._is_own(0, i)]
             self.hooks.first(given, own, self.cells.name)
 
-    def _hand_hooks_down(self, k: int, again: ChunkGraph) -> None:
+    def _hand_hooks_down(self, k: int, again: Chunk) -> None:
         """Set hooks on the tensors whose whole gradients they are to see."""
         given, name = again.given, self.cells.name
         self._hand_first_hooks_down(k, given)
@@ -590,40 +521,6 @@ class ThroughTime:
         self.hooks.leave(k, given, [i for i in range(len(given)) if self._is_own(k, i)], name)
         if not isinstance(self.inputs.given, Tensor):  # whose steps are views, used once each
             refuse_hooks_on_inputs(name, [x for _, x in again.xs])
-
-    def _again(self, before: TensorState, k: int) -> ChunkGraph:
-        """Run a chunk again, with a graph; check that it did the same."""
-        first, last = self._steps(k)
-        ys: Ys = []
-        watch = None
-        if self.samples is not None and self.samples.watched(k):
-            watch = Watch([*before.tensors, *self.inputs.everything()])
-        given, leaves, xs, begun = self._with_graph(before, k, ys.append, watch)
-        if self.checksums is not None and self.checksums.differs(k, results_in(leaves, ys)):
-            self._refuse_other(k)
-        self.around.refuse_graphs(first, last)
-        self._check_wants(k, leaves, ys)
-        self._note(k, given, leaves, ys)
-        return ChunkGraph(given, leaves, xs, ys, begun, watch, repeated=True)
-
-    def _with_graph(
-        self,
-        before: TensorState,
-        k: int,
-        take: Callable[[tuple[int, list[Tensor]]], None],
-        watch: Watch | None = None,
-    ) -> tuple[list[Tensor], list[Tensor], Taken, int]:
-        """Run a chunk with a graph; return the state before and after, inputs, where it began."""
-        given = self._given(before, k, graph=True)
-        xs: Taken = []
-        if watch is not None:
-            watch.knows(self.around.tensors())
-        begun = graph_begins()
-        with contextlib.nullcontext() if watch is None else watch:
-            state = pytree.tree_unflatten(given, self._spec(k))
-            with refusing_writes(self.cells.name, self._steps(k)):
-                leaves = self._run(state, k, take, xs, watch)
-        return given, leaves, xs, begun
 
     def verify(self) -> None:
         """Raise StateError if a chunk gave other results on a device when it was run again."""
@@ -633,30 +530,55 @@ class ThroughTime:
         self.done()
 
     def _refuse_other(self, k: int) -> None:
-        check, self.checksums = self.check, None  # one warning is enough
-        refuse_other_numbers(check, self.cells.name, self._steps(k), self.around.late_buffers())
+        """Raise StateError, or warn: a chunk gave other numbers in a second run."""
+        self.checksums = None  # one warning is enough
+        first, last = self._steps(k)
+        late = self.around.late_buffers()  # that it changed, and the first step did not
+        what = (
+            f"{self.cells.name} returned other numbers at steps {first} to {last - 1} when they "
+            "were run again than at first: "
+        )
+        complain(
+            self.check,
+            f"{what}results depend on {', '.join(late[:4])}, which changes at later "
+            "steps and not in the first, so that it is no part of the state; change it from the "
+            "first step on, or return it in the state"
+            if late
+            else f"{what}it must depend on its state, inputs, parameters and "
+            "buffers alone; return what it remembers in the state, and choose deterministic "
+            "operators (torch.use_deterministic_algorithms); other threads must not draw from the "
+            "generators that it draws from, but from ones of their own",
+        )
 
     def _is_own(self, k: int, i: int) -> bool:
         """Whether leaf i of the state before a chunk is neither an earlier leaf nor a parameter."""
         before = self.boundaries[k - 1]
         return before.pattern[i] == i and before.known[i] < 0
 
-    def _of_outputs(self, k: int, again: ChunkGraph) -> list[tuple[Tensor, Tensor | None]]:
+    def _of_outputs(self, k: int, again: Chunk) -> list[tuple[Tensor, Tensor | None]]:
         """Return the outputs that enter a chunk's graph, with their gradients."""
         last = k == self.n_steps - 1
         found = self.boundaries.outputs_of(k, again.given, again.ys, self._stop_of, last)
         gradients = self.output_gradients
         return [(y, self.collector.gradient(j, t, y, gradients[j])) for j, t, y in found]
 
-    def _check_wants(self, k: int, leaves: Sequence[Tensor], ys: Ys) -> None:
+    def _check_wants(self, k: int, chunk: Chunk) -> None:
         """Raise StateError if a result takes part in the gradient that was not known to."""
-        wants, stop = self._wants(k + 1), self._stop_of(k)
-        require_known_wants(self.cells.name, self.facts, wants, leaves, ys, stop)
-
-
-def results_in(leaves: Sequence[Tensor], ys: Ys) -> list[Tensor]:
-    """Return all that the steps of a chunk have returned: the last state and each output."""
-    return [*leaves, *(y for _, of_step in ys for y in of_step)]
+        name, stop = self.cells.name, self._stop_of(k)
+        for i, (leaf, known) in enumerate(zip(chunk.leaves, self._wants(k + 1), strict=True)):
+            if leaf.requires_grad and not known:
+                raise StateError(
+                    f"leaf {i} of the state of {name} takes part in the gradient after step "
+                    f"{stop - 1}, and did not after the first; let that leaf of "
+                    "state 0 require a gradient"
+                )
+        for t, of_step in chunk.ys:
+            for j, leaf in enumerate(of_step):
+                if leaf.requires_grad and not self.facts.differentiable[j]:
+                    raise StateError(
+                        f"leaf {j} of y of {name} takes part in the gradient at step {t}, and did "
+                        "not at the first; let it have a graph there too, as by adding 0 * h.sum()"
+                    )
 
 
 def gradients_of(

@@ -18,9 +18,12 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...support.free_memory import default_budget_bytes
+
 # Operators whose results have a size, or are a number, that the values of tensors decide.
 _BY_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
+_DEVICE_SHARE = 0.9  # of the free memory of a CUDA device, where no limit is given
 _BLOCK = 512  # bytes that CUDA's allocator rounds up to
 
 
@@ -217,3 +220,12 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
         self, storage: torch.UntypedStorage, nbytes: int, freed: Callable[[_Reference], None]
     ) -> None:
         self.key, self.nbytes = storage._cdata, nbytes
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory of a device that may be used where no limit is given."""
+    if device.type != "cuda":
+        return default_budget_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(_DEVICE_SHARE * (free + idle))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -187,19 +187,32 @@ def said(kind: Kind) -> str:
 
 
 class TensorLayout:
-    """Shapes, dtypes and devices that all states share.
+    """Shapes, dtypes and devices of states: all share them, or each has its own.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor
+        Of a state.
+    names : sequence of str
+        What they are called in messages.
+    varied : bool
+        Whether states differ from step to step.  Those of one step are alike, and go to stores
+        by way of host memory.
 
     Attributes
     ----------
     nbytes : int
-        Bytes of one state, each tensor rounded up to a multiple of 64.
+        Bytes of that state, each tensor rounded up to a multiple of 64.
     record : Layout
         What a store is opened for: each tensor's bytes as one array.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], names: Sequence[str], *, varied: bool = False
+    ) -> None:
         self._kinds: list[Kind] = [kind_of(t) for t in tensors]
-        self._names = list(names)
+        self._names, self._varied = list(names), varied
+        self._at: dict[int, list[Kind]] = {}  # of varied states, by step
         sizes = [t.numel() * t.element_size() for t in tensors]
         cuda = [t.device for t in tensors if t.device.type == "cuda"]
         self._through = cuda[0] if cuda else None  # where a store takes states from
@@ -209,7 +222,14 @@ class TensorLayout:
     def arrays(self, state: TensorState, where: int | str = "the state") -> list[Part]:
         """Return the tensors of a state.  Raises StateError if they are of another layout."""
         kinds = [kind_of_part(t) for t in state.parts]
-        if kinds != self._kinds:
+        if self._varied:
+            if isinstance(where, int) and kinds != (known := self._at.setdefault(where, kinds)):
+                first, last = (", ".join(map(said, each)) for each in (known, kinds))
+                raise StateError(
+                    f"state {where} of the chunks was {first} when the steps before it first ran, "
+                    f"and is {last} now; a step must do the same each time it is run"
+                )
+        elif kinds != self._kinds:
             where = f"state {where}" if isinstance(where, int) else where
             for name, was, now in zip(self._names, self._kinds, kinds, strict=False):
                 if was != now:
@@ -231,6 +251,8 @@ class TensorLayout:
             if self._through is not None:  # such as states of generators, which lie in host memory
                 # From plain memory: the bytes are taken at once, and nothing waits for the device.
                 line = line.to(self._through, non_blocking=True)
+            if self._varied:
+                line = line.cpu()
             flat.append(line.numpy() if line.device.type == "cpu" else line)
         return flat, shapes
 
@@ -245,8 +267,8 @@ class TensorLayout:
         return tensors
 
     def same_as(self, other: TensorLayout) -> bool:
-        """Whether both describe the same states."""
-        return self._kinds == other._kinds
+        """Whether both describe the same states: if they vary, each sweep has its own."""
+        return self is other if self._varied else self._kinds == other._kinds
 
 
 def _from_numpy(array: Bytes) -> Tensor:
@@ -259,16 +281,12 @@ def _from_numpy(array: Bytes) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-class _Arrays(Protocol):
-    def arrays(self, state: TensorState, where: int | str = ...) -> list[Part]: ...
-
-
 class TensorSlots:
     """Fast slots: references, and copies of views that would keep more alive than themselves."""
 
     shared = True
 
-    def __init__(self, layout: _Arrays) -> None:
+    def __init__(self, layout: TensorLayout) -> None:
         self._layout = layout
 
     def keep(self, state: TensorState, where: int | str) -> Kept:
@@ -301,6 +319,10 @@ class TensorSlots:
     def apart(self, adjoint: Adjoint, live: object) -> Adjoint:
         return adjoint
 
+    def used_up(self, live: object) -> None:
+        """Return what is live in place of a state that no step starts from any more."""
+        return
+
     def release(self, kept: Kept) -> None:
         """Nothing: references keep a tensor alive."""
 
@@ -320,13 +342,15 @@ class TensorStates:
     ----------
     names : sequence of str
         What the tensors are called in messages.
+    varied : bool
+        Whether states differ from step to step.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self, names: Sequence[str], *, varied: bool = False) -> None:
+        self._names, self._varied = names, varied
 
     def layout(self, state: TensorState) -> TensorLayout:
-        return TensorLayout(state.tensors, self._names)
+        return TensorLayout(state.tensors, self._names, varied=self._varied)
 
     def slots(self, layout: TensorLayout) -> TensorSlots:
         return TensorSlots(layout)
