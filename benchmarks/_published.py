@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from multistage import PLANNERS, Costs
-from multistage.planners import UniformPlan
+from multistage.planners import Plan
 from multistage.planners.single.binomial import nu
 from multistage.planners.streaming.interval import shortest_interval
 
@@ -21,7 +21,7 @@ def corrected_factor(interval: int, slots: int) -> float:
     return 1 + nu(interval, slots) / interval
 
 
-def paper_interval(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+def paper_interval(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the plan of the paper, I = ceil(rho), or Revolve's where it does not apply."""
     assert n_steps is not None
     made = shortest_interval(costs, slots, n_steps)

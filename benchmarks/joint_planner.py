@@ -34,7 +34,9 @@ from multistage import native
 from multistage.errors import BudgetError
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
-from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain, smallest_memory
+from multistage.planners import Plan
+from multistage.planners.chain.at_once import OFFLOADING
+from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
 from multistage.planners.chain.joint import Pool
 from multistage.planners.chain.joint_bound import joint_lower_bound
 from multistage.planners.chain.joint_core import STARTS, STATE_AWAY, Core
@@ -116,11 +118,11 @@ def _profile(
     return state, state + spread(90 * MIB, 0.8), forward, spread(forward, 0.3)
 
 
-def _seconds(plan: ChainPlan | None) -> float:
+def _seconds(plan: Plan | None) -> float:
     return math.inf if plan is None else plan.makespan_s
 
 
-def planned(costs: StageCosts, memory: int, rates: Tier | None) -> ChainPlan | None:
+def planned(costs: StageCosts, memory: int, rates: Tier | None) -> Plan | None:
     """Return the plan, None where none fits."""
     try:
         return plan_chain(costs, memory, tiers=rates, threads=1)
@@ -147,7 +149,7 @@ class Segments:
         return pool.found[0][0] if pool.found else math.inf
 
 
-def replayed(plan: ChainPlan, rates: Tier) -> tuple[float, int]:
+def replayed(plan: Plan, rates: Tier) -> tuple[float, int]:
     """Return how far the judge's makespan is from the plan's, and replays over the limit."""
     judge = from_tests("chain_judge").Judge
     as_planned = judge(plan.costs, rates).run(plan.actions)
@@ -197,7 +199,7 @@ def grid(thin: int, seed: int) -> Iterator[dict[str, Any]]:
                     "over_limit": 0,
                 }
                 if plan is not None:
-                    row["offload_s"] = math.inf if plan.offload_s is None else plan.offload_s
+                    row["offload_s"] = _seconds(plan.candidate(OFFLOADING))
                     row["replay_off"], row["over_limit"] = replayed(plan, rates)
                 yield row
 

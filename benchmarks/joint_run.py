@@ -52,7 +52,7 @@ from benchmarks.chain_throughput import KEEP
 from multistage.actions import Put
 from multistage.errors import BudgetError
 from multistage.model.stages import StageCosts
-from multistage.planners.chain.heterogeneous import ChainPlan
+from multistage.planners import Plan
 from multistage.planners.chain.joint import extremes
 from multistage.planners.chain.joint_core import Core, actions_of_laid
 from multistage.planners.chain.memory import use_of
@@ -238,7 +238,7 @@ def _point(task: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _sends(plan: ChainPlan) -> bool:
+def _sends(plan: Plan) -> bool:
     return any(isinstance(action, Put) for action in plan.actions)
 
 

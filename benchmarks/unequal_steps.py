@@ -224,10 +224,10 @@ def main() -> None:
                 mesh.step, mesh.adjoint_step, costs=assumed, memory=budget, progress=False
             )
             run.prepare(mesh.start())
-            assert run.chain_plan is not None
+            assert run.plan is not None
             predicted[name] = sum(
                 count * stage.forward_s
-                for count, stage in zip(run.chain_plan.runs(), costs.stages, strict=True)
+                for count, stage in zip(run.plan.runs(), costs.stages, strict=True)
             )
             runs[name] = partial(timed, mesh, run, answer)
             reversals.append(run)

@@ -24,9 +24,7 @@ from .model.stages import StageCosts as StageCosts
 from .model.tier import Tier as Tier
 from .planners import PLANNERS as PLANNERS
 from .planners import Plan as Plan
-from .planners import UniformPlan as UniformPlan
 from .planners import plan as plan
-from .planners.chain.heterogeneous import ChainPlan as ChainPlan
 from .planners.chain.heterogeneous import memory_curve as memory_curve
 from .planners.chain.heterogeneous import plan_chain as plan_chain
 from .planners.chain.heterogeneous import smallest_memory as smallest_memory

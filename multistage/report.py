@@ -13,7 +13,7 @@ from .backends.base import Store, StoreStats
 from .execute.ledger import Counts
 from .measurement.seen import seen_costs
 from .model.costs import Costs
-from .planners import UniformPlan
+from .planners import Plan
 from .planners.pages import plan_parts
 from .schedule.timeline import Timeline
 from .support.units import format_bytes, format_seconds
@@ -88,7 +88,7 @@ class Report:
 
     Attributes
     ----------
-    plan : UniformPlan
+    plan : Plan
         What was predicted; its costs are what was assumed.
     timeline : Timeline
         What happened when, in seconds since the run began.
@@ -96,7 +96,7 @@ class Report:
     makespan_s : float
         Seconds in both sweeps; what the caller did between them is left out.
     seen : Costs
-        The costs as the run has shown them.
+        The costs as the run has shown them; of steps that differ the means over them.
     tiers : tuple of TierUse
         What each slow tier took and refused.
     ended : str
@@ -115,7 +115,7 @@ class Report:
     (3, True, True)
     """
 
-    plan: UniformPlan
+    plan: Plan
     timeline: Timeline = field(repr=False)
     counts: Counts
     makespan_s: float
@@ -126,14 +126,14 @@ class Report:
     @classmethod
     def of(
         cls,
-        plan: UniformPlan,
+        plan: Plan,
         timeline: Timeline,
         counts: Counts,
         tiers: tuple[TierUse, ...] = (),
         ended: str = "",
     ) -> Report:
         """Return the report on sweeps that `plan` predicted."""
-        seen = seen_costs(plan.costs, timeline, counts)
+        seen = seen_costs(plan.costs.mean(plan.tiers), timeline, counts)
         return cls(plan, timeline, counts, counts.elapsed_s, seen, tiers, ended)
 
     @property
@@ -147,6 +147,11 @@ class Report:
         return self.counts.reverse_steps
 
     @property
+    def assumed(self) -> Costs:
+        """The costs that the plan rests on; of steps that differ the means over them."""
+        return self.plan.costs.mean(self.plan.tiers)
+
+    @property
     def recompute_factor(self) -> float:
         """Forward steps run / n_steps."""
         return self.counts.forward_steps / max(1, self.counts.reverse_steps)
@@ -154,7 +159,7 @@ class Report:
     @property
     def peak_fast_bytes(self) -> float:
         """Bytes of fast memory taken by checkpoints at the peak."""
-        return self.counts.peak_slots * self.plan.costs.state_bytes
+        return self.counts.peak_slots * self.assumed.state_bytes
 
     @property
     def prediction_error(self) -> float:
@@ -164,7 +169,7 @@ class Report:
     def rows(self) -> list[tuple[str, str, str]]:
         """Return the table's rows: what, predicted, measured."""
         plan, counts, timeline = self.plan, self.counts, self.timeline
-        state_bytes = plan.costs.state_bytes
+        state_bytes = self.assumed.state_bytes
         factor = f"{self.recompute_factor:.3f}" if self.complete else "-"
         rows = [
             ("makespan", format_seconds(plan.makespan_s), format_seconds(self.makespan_s)),
@@ -203,7 +208,7 @@ class Report:
 
     def cost_rows(self) -> list[tuple[str, str, str]]:
         """Return the rows on costs: what, assumed, seen."""
-        assumed, seen = self.plan.costs, self.seen
+        assumed, seen = self.assumed, self.seen
         moved = self.timeline.bytes
         rows = [
             (
@@ -259,7 +264,8 @@ class Report:
             "format": "multistage-report-1",
             "planner": plan.planner,
             "n_steps": plan.n_steps,
-            "slots": plan.slots,
+            "memory_bytes": plan.memory_bytes,
+            "slots": None if plan.memory_bytes is None else plan.slots,
             "predicted": {
                 "makespan_s": plan.makespan_s,
                 "lower_bound_s": plan.lower_bound_s,
@@ -277,7 +283,7 @@ class Report:
                 "bytes_read": self.timeline.bytes["read"],
                 **asdict(self.counts),
             },
-            "assumed": plan.costs.to_dict(),
+            "assumed": self.assumed.to_dict(),
             "seen": self.seen.to_dict(),
             "tiers": [asdict(use) for use in self.tiers],
             "ended": self.ended,
@@ -342,7 +348,7 @@ class Report:
             (
                 "peak fast memory",
                 format_bytes(self.peak_fast_bytes),
-                f"{counts.peak_slots:g} of {plan.slots} slots",
+                f"of {plan.room}",
             ),
             ("states written, read", f"{counts.writes}, {counts.reads}", "to and from slow tiers"),
             (

@@ -20,13 +20,10 @@ from .model.budget import Budget
 from .model.chain import Chain
 from .model.costs import Costs
 from .model.stages import StageCosts
-from .planners import Planner, UniformPlan
-from .planners.chain.heterogeneous import ChainPlan
+from .planners import Plan, Planner
 from .report import Report
 from .reversing.arguments import Arguments
 from .reversing.sweeps import Sweeps
-from .reversing.unequal import Unequal
-from .reversing.uniform import Uniform
 from .states.layout import Array, Layout
 from .states.slots import States
 
@@ -58,9 +55,9 @@ class Reversal(Generic[State, Adjoint]):
         `"file:///scratch?capacity=10GiB > s3://bucket/run"`, is one tier.
         Without a tier, the schedule uses fast memory alone.  All planners but
         the hierarchical ones use the first tier only.
-    planner : str, UniformPlan or callable
+    planner : str, Plan or callable
         A key of `PLANNERS`, or `"auto"` for the fastest prediction; an existing
-        plan; or a planner of your own, `(costs, slots, n_steps) -> UniformPlan`.
+        plan; or a planner of your own, `(costs, slots, n_steps) -> Plan`.
     costs : Costs or StageCosts, optional
         Assumed costs, such as `costs` of a run before; if not given, the first
         `forward` times its own first steps, measures the tiers and plans the rest.
@@ -93,16 +90,12 @@ class Reversal(Generic[State, Adjoint]):
 
     Attributes
     ----------
-    plan : UniformPlan or None
+    plan : Plan or None
         The plan of the sweep in progress or, between sweeps, of the last sweep.
         None before `reverse` returns, if the length was unknown or the sweep
         surveyed steps that differ.
-    costs : Costs or None
-        The costs for planning the next sweep, if its steps are uniform.
-    stage_costs : StageCosts or None
-        The same for steps that differ.
-    chain_plan : ChainPlan or None
-        The plan for steps that differ; `plan` then gives its means over the steps.
+    costs : Costs, StageCosts or None
+        The costs for planning the next sweep: StageCosts if its steps differ.
 
     Raises
     ------
@@ -139,7 +132,7 @@ class Reversal(Generic[State, Adjoint]):
         tape_step: Callable[[State, int], tuple[State, object]] | None = None,
         memory: Budget | int | str | None = None,
         tiers: Tiers | None = None,
-        planner: str | UniformPlan | Planner = "auto",
+        planner: str | Plan | Planner = "auto",
         costs: Costs | StageCosts | None = None,
         checked: bool = False,
         progress: bool | None = None,
@@ -166,27 +159,14 @@ class Reversal(Generic[State, Adjoint]):
         self._sweeps = Sweeps(given, progress)
 
     @property
-    def plan(self) -> UniformPlan | None:
+    def plan(self) -> Plan | None:
         """The plan of the sweep in progress or the last; None if it is not known yet."""
         return self._sweeps.plan
 
     @property
-    def costs(self) -> Costs | None:
-        """The costs of uniform steps, given or measured."""
-        steps = self._sweeps.steps
-        return steps.costs if isinstance(steps, Uniform) else None
-
-    @property
-    def chain_plan(self) -> ChainPlan | None:
-        """The plan of the last sweep or, where it surveyed, of the next, once that is planned."""
-        steps = self._sweeps.steps
-        return steps.chain_plan if isinstance(steps, Unequal) else None
-
-    @property
-    def stage_costs(self) -> StageCosts | None:
-        """The costs of steps that differ, given or measured."""
-        steps = self._sweeps.steps
-        return steps.costs if isinstance(steps, Unequal) else None
+    def costs(self) -> Costs | StageCosts | None:
+        """The costs for planning the next sweep, given or measured."""
+        return self._sweeps.steps.costs
 
     def __enter__(self) -> Self:
         return self
@@ -220,7 +200,7 @@ class Reversal(Generic[State, Adjoint]):
         """
         self._sweeps.end(keep=False)
 
-    def prepare(self, state: State) -> UniformPlan:
+    def prepare(self, state: State) -> Plan:
         """Measure, plan and open the tier before the first `forward`; return the plan.
 
         Without `costs`, some steps are run on copies of `state`, to be measured: `step` is
@@ -305,7 +285,7 @@ def reverse(
     tape_step: Callable[[State, int], tuple[State, object]] | None = None,
     memory: Budget | int | str | None = None,
     tiers: Tiers | None = None,
-    planner: str | UniformPlan | Planner = "auto",
+    planner: str | Plan | Planner = "auto",
     costs: Costs | StageCosts | None = None,
     progress: bool | None = None,
     durable: str | os.PathLike[str] | None = None,

@@ -20,6 +20,7 @@ from multistage.actions import (
     Tape,
 )
 from multistage.model.stages import Stage, StageCosts
+from multistage.planners import Plan
 
 
 def small_chain(seed: int, length: int, largest: int = 9) -> StageCosts:
@@ -98,3 +99,15 @@ MIXED: list[Action] = [
     Reverse(0),
     Drop(1),
 ]
+
+
+def no_tier_s(plan: Plan) -> float | None:
+    """Return the makespan of the plan without the tier, None where none fits."""
+    found = plan.candidate("no tier")
+    return found and found.makespan_s
+
+
+def offload_s(plan: Plan) -> float | None:
+    """Return the makespan with every tape sent to the tier, None where that does not fit."""
+    found = plan.candidate("every tape to the tier")
+    return found and found.makespan_s

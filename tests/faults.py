@@ -50,7 +50,7 @@ from multistage.errors import CheckpointWarning, MultistageError
 from multistage.model.chain import Chain, FunctionChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
-from multistage.planners import PLANNERS, UniformPlan
+from multistage.planners import PLANNERS, Plan
 from multistage.planners.single.revolve import revolve_schedule
 from multistage.planners.streaming.overlap import on_tier, overlap
 from multistage.reversal import Reversal
@@ -70,20 +70,20 @@ answer = cache(store_all)
 # ------------------------------------------------------------------ the schedules
 
 
-def _planned(planner: str, transfer_s: float, n: int) -> UniformPlan:
+def _planned(planner: str, transfer_s: float, n: int) -> Plan:
     costs = Costs(
         1.0, 2.0, state_bytes=LAYOUT.nbytes, tiers=(Tier("slow", transfer_s, transfer_s),)
     )
     return PLANNERS[planner](costs, SLOTS, n)
 
 
-def _overlapped(n: int) -> UniformPlan:
+def _overlapped(n: int) -> Plan:
     """Revolve with most checkpoints in the tier, its transfers beside the steps."""
     plan = _planned("h-revolve", 0.5, n)
     return replace(plan, make=lambda: overlap(on_tier(revolve_schedule(n - 4, n)), SLOTS))
 
 
-SCHEDULES: dict[str, Callable[[int], UniformPlan]] = {
+SCHEDULES: dict[str, Callable[[int], Plan]] = {
     "streaming": cache(lambda n: _planned("streaming", 1.5, n)),
     "interval": cache(lambda n: _planned("interval", 2.0, n)),
     "h-revolve": cache(lambda n: _planned("h-revolve", 0.2, n)),
@@ -354,7 +354,7 @@ def _held() -> tuple[int, int]:
 
 def run_case(
     store: Store,
-    plan: UniformPlan,
+    plan: Plan,
     checked: bool,
     sweeps: int = 1,
     name: str = CHAIN,

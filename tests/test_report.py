@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multistage import Costs, Reversal, Tier, UniformPlan, plan, simulate
+from multistage import Costs, Plan, Reversal, Tier, plan, simulate
 from multistage.errors import CheckpointWarning
 from multistage.measurement.seen import seen_costs
 from multistage.report import Report
@@ -23,7 +23,7 @@ from multistage.view.timeline import timeline_chart
 COSTS = Costs(1e-4, 2e-4, state_bytes=832, tiers=(Tier("memory", 1e-5, 1e-5),))
 
 
-def a_run(tiers: str, planner: str | UniformPlan) -> Reversal[Any, Any]:
+def a_run(tiers: str, planner: str | Plan) -> Reversal[Any, Any]:
     return Reversal(
         lambda x, i: np.sin(x),
         lambda x, a, i: np.cos(x) * a,

@@ -27,7 +27,7 @@ from multistage.model.budget import Budget
 from multistage.model.chain import FunctionChain, InPlaceChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
-from multistage.planners import PLANNERS, UniformPlan
+from multistage.planners import PLANNERS, Plan
 from multistage.reversal import Reversal, reverse
 from multistage.support import free_memory as limits
 
@@ -143,7 +143,7 @@ def test_hindsight_is_planned_when_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     planned: list[int] = []
     online, interrupt = PLANNERS["online"], [True]
 
-    def counted(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+    def counted(costs: Costs, slots: int, n_steps: int | None) -> Plan:
         planned.append(n_steps or 0)
         if interrupt.pop() if interrupt else False:
             raise KeyboardInterrupt
@@ -443,7 +443,7 @@ def test_a_plan_a_planner_and_several_tiers() -> None:
     made = PLANNERS["streaming"](costs, 6, n)
     called = []
 
-    def planner(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+    def planner(costs: Costs, slots: int, n_steps: int | None) -> Plan:
         called.append((slots, n_steps))
         return made
 
@@ -468,7 +468,7 @@ def test_a_plan_a_planner_and_several_tiers() -> None:
         assert len(measured.prepare(start).costs.tiers) == 2
     with pytest.raises(ArgumentError, match="40 steps, not n_steps=41"):
         Reversal(step, adjoint_step, 41, planner=made)
-    with pytest.raises(ArgumentError, match="a name, a UniformPlan or a callable"):
+    with pytest.raises(ArgumentError, match="a name, a Plan or a callable"):
         Reversal(step, adjoint_step, n, planner=3)  # type: ignore[arg-type]
     with (
         Reversal(step, adjoint_step, n, planner=made, memory="5 slots") as run,

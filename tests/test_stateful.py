@@ -38,10 +38,10 @@ from multistage import (
     Costs,
     FunctionChain,
     InPlaceChain,
+    Plan,
     Report,
     Reversal,
     Tier,
-    UniformPlan,
 )
 from multistage.errors import ArgumentError, MultistageError, StateError
 
@@ -271,7 +271,7 @@ class Calls(RuleBasedStateMachine):
         for value in (self.run.costs, Budget(slots=self.slots)):
             assert how(value) == value
         plan = self.run.plan
-        assert plan is None or isinstance(plan, UniformPlan)
+        assert plan is None or isinstance(plan, Plan)
         if plan is not None:
             again = how(plan)
             assert again == plan and str(again) == str(plan)

@@ -8,7 +8,7 @@ from multistage.cli import main
 from multistage.errors import ArgumentError
 from multistage.model.chain import FunctionChain
 from multistage.model.stages import Stage, StageCosts
-from multistage.planners.chain.plan import ChainPlan
+from multistage.planners import Plan
 
 LAYERS = StageCosts.uniform(12, Stage("layer", 1.0, 2.0, 10, 40), 10)
 REFUSED = (
@@ -76,7 +76,7 @@ def test_a_plan_from_a_machine_with_the_core_is_read(monkeypatch):
     plan = plan_chain(LAYERS, 0.4, tiers="write=40B/s")
     monkeypatch.setattr(native, "LIBRARY", None)
     monkeypatch.setattr(native, "_WHY", "")
-    read = ChainPlan.from_dict(plan.to_dict() | {"lower_bound_s": None})
+    read = Plan.from_dict(plan.to_dict() | {"lower_bound_s": None})
     assert read.actions == plan.actions
 
 

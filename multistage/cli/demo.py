@@ -22,6 +22,7 @@ from ..errors import ArgumentError
 from ..measurement.chain import measure
 from ..model.budget import Budget
 from ..model.costs import Costs
+from ..model.stages import StageCosts
 from ..planners import PLANNERS
 from ..report import Report
 from ..reversal import Reversal
@@ -144,7 +145,7 @@ def _reversal(args: argparse.Namespace, model: LSTM, tier: str, say: Say) -> Rev
             durable_every_s=1.0,
             **options,
         )
-        costs = reversal.prepare(model.start()).costs
+        costs = reversal.prepare(model.start()).step_costs
     assert costs.tier is not None
     for what, seconds in (
         ("forward step      T_A", costs.forward_step_s),
@@ -215,7 +216,7 @@ def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Say) -> dict[s
 
 
 def _compare(
-    args: argparse.Namespace, model: LSTM, costs: Costs | None, last: Report, say: Say
+    args: argparse.Namespace, model: LSTM, costs: Costs | StageCosts | None, last: Report, say: Say
 ) -> dict[str, Any]:
     """Repeat the last sweep with other planners; return their reports if all gradients agree."""
     say("\n== The same sweep by other means")

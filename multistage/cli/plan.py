@@ -10,8 +10,8 @@ from typing import Literal, TypeAlias
 from tabulate import tabulate
 
 from ..errors import ArgumentError
-from ..planners import RANKED, Plan, UniformPlan
-from ..planners.chain.heterogeneous import ChainPlan, memory_curve
+from ..planners import RANKED, Plan
+from ..planners.chain.heterogeneous import memory_curve
 from ..support.units import format_bytes, format_seconds
 from ..view import SUFFIXES
 from .options import (
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace, made: Plan) -> int:
     """Write the files that were asked for, and say so."""
     if args.picture is not None:
-        travels = isinstance(made, ChainPlan) and made.tier is not None
+        travels = made.actions and made.tier is not None
         what: Literal["timeline", "schedule"] = "timeline" if travels else "schedule"
         made.picture(args.picture, "trade-off" if args.curve else what)
     for path in (args.html, args.save):
@@ -89,40 +89,35 @@ def _show(args: argparse.Namespace, made: Plan) -> int:
 
 def _print_curve(args: argparse.Namespace, made: Plan) -> None:
     """Print the time-memory trade-off of a plan's problem."""
-    if isinstance(made, UniformPlan):
-        points, rows = _curve_of_steps(args, made)
-    else:
-        assert isinstance(made, ChainPlan)
-        points, rows = _curve_of_chain(args, made)
+    points, rows = _curve_of_chain(made) if made.actions else _curve_of_steps(args, made)
     if args.json:
         print(json.dumps(points, indent=2))
     else:
         print(tabulate(rows, headers="keys", disable_numparse=True, stralign="right"))
 
 
-def _curve_of_steps(args: argparse.Namespace, made: UniformPlan) -> tuple[Rows, Rows]:
+def _curve_of_steps(args: argparse.Namespace, made: Plan) -> tuple[Rows, Rows]:
     """Return every plan of the trade-off, and the fastest of each number of slots."""
     from ..planners.ranking import trade_off
 
     names = RANKED if args.planner in (None, "auto") else (args.planner,)
-    curves = trade_off(made.costs, made.n_steps, names, also=made.slots, progress=shown(args))
+    curves = trade_off(made.step_costs, made.n_steps, names, also=made.slots, progress=shown(args))
     plans = [each for curve in curves.values() for each in curve]
     columns = ("slots", "planner", "makespan_s", "lower_bound_s", "recompute_factor")
     points = [{name: getattr(p, name) for name in columns} for p in plans]
-    best: dict[int, UniformPlan] = {}
+    best: dict[int, Plan] = {}
     for each in sorted(plans, key=lambda p: (p.slots, p.makespan_s)):
         best.setdefault(each.slots, each)
     return points, [{"slots": slots, **each.row()} for slots, each in best.items()]
 
 
-def _curve_of_chain(args: argparse.Namespace, made: ChainPlan) -> tuple[Rows, Rows]:
+def _curve_of_chain(made: Plan) -> tuple[Rows, Rows]:
     """Return every point of the trade-off, and as many as a table is read for."""
-    planner = "optimal" if made.planner == "pieces" else made.planner
-    if planner != "optimal" and planner != "revolve":
-        raise ArgumentError(f"--curve goes with planner optimal or revolve, not {planner}")
+    if made.planner not in ("optimal", "revolve", "pieces"):
+        raise ArgumentError(f"--curve goes with planner optimal or revolve, not {made.planner}")
     if made.tier is not None:
         raise ArgumentError("--curve shows plans without a tier, and this plan has one")
-    curve = memory_curve(made.costs, planner)
+    curve = memory_curve(made.stage_costs, "revolve" if made.planner == "revolve" else "optimal")
     best = curve[-1][1]
     chosen = curve[:: max(1, len(curve) // 24)]
     chosen = chosen if chosen[-1] == curve[-1] else [*chosen, curve[-1]]

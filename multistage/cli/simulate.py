@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from ..planners import Plan, UniformPlan
+from ..planners import Plan
 from ..schedule.simulation import Jitter, Simulation
 from ..support.units import format_bytes, format_seconds
 from ..view import SUFFIXES
@@ -89,7 +89,7 @@ def _print_run(args: argparse.Namespace, made: Plan, run: Simulation) -> None:
             "writes": run.writes,
             "reads": run.reads,
             "peak_bytes": run.peak_bytes,
-            **({"peak_slots": run.peak_slots} if isinstance(made, UniformPlan) else {}),
+            **({"peak_slots": run.peak_slots} if not made.actions else {}),
             "memory_bytes": made.memory_bytes,
             "jitter": args.jitter,
             "seed": args.seed or 0,

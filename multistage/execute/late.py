@@ -28,7 +28,7 @@ from typing import TypeVar
 from ..actions import Action, Advance, EndForward, Offer, Put, Tape
 from ..errors import ScheduleError, StoreError
 from ..model.tier import Tier
-from ..planners.chain.plan import ChainPlan
+from ..planners import Plan
 from ..planners.chain.rest import Rest as ChainRest
 from ..planners.chain.rest import Rests, Standing
 from ..planners.single.rest import Rest
@@ -245,7 +245,7 @@ class Stages:
 
     Parameters
     ----------
-    plan : ChainPlan
+    plan : Plan
         With a tier and a limit.
     inside : bool
         Whether a state can be taken out of a tape that includes it.
@@ -262,11 +262,11 @@ class Stages:
         The most memory of a sweep that left its tier.
     """
 
-    def __init__(self, plan: ChainPlan, *, inside: bool) -> None:
+    def __init__(self, plan: Plan, *, inside: bool) -> None:
         assert plan.tier is not None and plan.memory_bytes is not None
         self.plan, self._inside, self._tier = plan, inside, plan.tier
         self._rests: Rests | None = None
-        n = len(plan.costs.stages)
+        n = len(plan.stage_costs.stages)
         self.ask_s = _PER_STAGE_S * n + _PER_PAIR_S * n * n
         self._places: dict[Action, int] = {}
         self._forward_s: list[float] = []  # of computing, before each action
@@ -286,7 +286,7 @@ class Stages:
 
     def planned_s(self, moved: Moved) -> float:
         """Return the seconds of one transfer as planned."""
-        costs, step = self.plan.costs, moved.step
+        costs, step = self.plan.stage_costs, moved.step
         if moved.is_tape:
             nbytes = costs.stages[step].tape_bytes
         else:
@@ -365,7 +365,7 @@ class Stages:
         assert here.memory is not None
         if self._rests is None:
             assert self.plan.memory_bytes is not None
-            self._rests = Rests(self.plan.costs, self.plan.memory_bytes, inside=self._inside)
+            self._rests = Rests(self.plan.stage_costs, self.plan.memory_bytes, inside=self._inside)
         room = sum(here.memory.bytes_of(item) for item in stuck)
         for rest in self._rests.fastest(Standing.of(here), room):
             tried = deepcopy(here, {id(here.memory.costs): here.memory.costs})
@@ -383,7 +383,7 @@ class Stages:
 
     def _so_far(self, action: Action) -> Rules:
         """Return the legality machine before an action, as if no transfer had failed."""
-        rules = Rules.in_bytes(self.plan.costs, self.plan.memory_bytes)
+        rules = Rules.in_bytes(self.plan.stage_costs, self.plan.memory_bytes)
         for each in self.plan.actions:
             if each == action:
                 break
@@ -417,9 +417,9 @@ def _beside_stuck(
     return found
 
 
-def _forward_s(plan: ChainPlan, action: Action) -> float:
+def _forward_s(plan: Plan, action: Action) -> float:
     """Return the seconds that an action runs stages forward."""
-    stages = plan.costs.stages
+    stages = plan.stage_costs.stages
     if isinstance(action, Advance):
         return sum(stage.forward_s for stage in stages[action.start : action.stop])
     if isinstance(action, Tape):
@@ -427,7 +427,7 @@ def _forward_s(plan: ChainPlan, action: Action) -> float:
     return 0.0
 
 
-def _ends(plan: ChainPlan, slower: float) -> list[float]:
+def _ends(plan: Plan, slower: float) -> list[float]:
     """Return when each action of a plan ends, on a tier so many times slower."""
     assert plan.tier is not None
     ends: list[float] = []
@@ -438,5 +438,5 @@ def _ends(plan: ChainPlan, slower: float) -> list[float]:
             ends.append(now)
 
     tiers = (plan.tier.slower(min(slower, 1e6)),)
-    simulate(plan.actions, None, plan.costs, tiers=tiers, checked=False, timed=timed)
+    simulate(plan.actions, None, plan.stage_costs, tiers=tiers, checked=False, timed=timed)
     return ends

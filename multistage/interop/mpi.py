@@ -44,7 +44,7 @@ from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import Costs
 from ..model.stages import StageCosts
-from ..planners import Planner, UniformPlan
+from ..planners import Plan, Planner
 from ..report import Report
 from ..reversing.arguments import Arguments
 from ..reversing.sweeps import Sweeps
@@ -100,7 +100,7 @@ class _Agreed:
 
     Attributes
     ----------
-    plan : UniformPlan or None
+    plan : Plan or None
     costs : Costs or None
         The slowest rank's times, this rank's bytes.
     """
@@ -109,7 +109,7 @@ class _Agreed:
         self._ranks, self._tiered = ranks, tiered
         self.most = ranks.most
         self.costs: Costs | None = None
-        self.plan: UniformPlan | None = None
+        self.plan: Plan | None = None
 
     def slowest(self, mine: Callable[[], Costs]) -> Costs:
         """Return the costs that all ranks plan with, after those that each has seen."""
@@ -122,12 +122,12 @@ class _Agreed:
         self.costs = slowest(found, self._ranks.rank)
         return self.costs
 
-    def planned(self, make: Callable[[], UniformPlan]) -> UniformPlan:
+    def planned(self, make: Callable[[], Plan]) -> Plan:
         """Return the plan that `make` returns; raise on all ranks unless it is the same.
 
         Equal costs make equal plans, unless the ranks' arithmetic differs.
         """
-        made: list[UniformPlan] = []
+        made: list[Plan] = []
 
         def figures() -> dict[str, object]:
             made.append(plan := make())
@@ -184,7 +184,7 @@ class MPIReversal(Generic[State, Adjoint]):
 
     Attributes
     ----------
-    plan : UniformPlan or None
+    plan : Plan or None
         The plan of the last sweep, the same on every rank.
     costs : Costs or None
         What the next sweep is planned with: the slowest rank's times, this
@@ -221,7 +221,7 @@ class MPIReversal(Generic[State, Adjoint]):
         tape_step: Callable[[State, int], tuple[State, object]] | None = None,
         memory: Budget | int | str | None = None,
         tiers: str | Store | None = None,
-        planner: str | UniformPlan | Planner = "auto",
+        planner: str | Plan | Planner = "auto",
         costs: Costs | None = None,
         checked: bool = False,
         progress: bool | None = None,
@@ -283,7 +283,7 @@ class MPIReversal(Generic[State, Adjoint]):
             raise
 
     @property
-    def plan(self) -> UniformPlan | None:
+    def plan(self) -> Plan | None:
         """The plan of the last sweep, the same on every rank."""
         return self._agreed.plan
 
@@ -426,7 +426,7 @@ class MPIReversal(Generic[State, Adjoint]):
         self._ready = True
         return last
 
-    def prepare(self, state: State) -> UniformPlan:
+    def prepare(self, state: State) -> Plan:
         """Agree, measure, plan and open the tiers before the first `forward`; return the plan.
 
         Steps are run to be measured as `Reversal.prepare` says, the same on all ranks.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from ..errors import ArgumentError
+from ..support.units import format_seconds
 from ..support.values import LEAST_STEP_S, seconds, shown, whole
 from .tier import Tier
 
@@ -30,6 +31,20 @@ class CostModel:
 
     FORMAT: ClassVar[str]
     WHAT: ClassVar[str]
+    UNIT: ClassVar[str]
+
+    @property
+    def largest_state_bytes(self) -> int:
+        """The bytes of the largest state that may be kept: any but the last."""
+        raise NotImplementedError
+
+    def mean(self, tiers: tuple[Tier, ...] = ()) -> Costs:
+        """Return the means over the steps, as costs of steps that are alike."""
+        raise NotImplementedError
+
+    def facts(self) -> list[str]:
+        """Return the lines that say in numbers what a step takes; none where steps differ."""
+        return []
 
     def to_dict(self) -> dict[str, object]:
         """Return the costs as plain data, with their format; read back by `from_dict`."""
@@ -129,6 +144,7 @@ class Costs(CostModel):
 
     FORMAT: ClassVar[str] = "multistage-costs-1"
     WHAT: ClassVar[str] = "costs of steps"
+    UNIT: ClassVar[str] = "steps"
 
     forward_step_s: float
     reverse_step_s: float
@@ -190,6 +206,21 @@ class Costs(CostModel):
     def rho(self) -> float:
         """Transfer time over step time on the first tier; infinite without one."""
         return self.tiers[0].write_s / self.forward_step_s if self.tiers else math.inf
+
+    @property
+    def largest_state_bytes(self) -> int:
+        """The bytes of a state."""
+        return self.state_bytes
+
+    def mean(self, tiers: tuple[Tier, ...] = ()) -> Costs:
+        """Return these costs: all steps are alike."""
+        return self
+
+    def facts(self) -> list[str]:
+        """Return what a step takes, as text."""
+        rho = f" (rho = {self.rho:.3g})" if self.tiers else ""
+        step, turn = format_seconds(self.forward_step_s), format_seconds(self.turn_s)
+        return [f"step {step}, adjoint step {turn}{rho}"]
 
     def without_tiers(self) -> Costs:
         """Return the same costs with no slow tier."""

@@ -122,6 +122,7 @@ class StageCosts(CostModel):
 
     FORMAT: ClassVar[str] = "multistage-stages-1"
     WHAT: ClassVar[str] = "costs of a chain"
+    UNIT: ClassVar[str] = "stages"
 
     stages: tuple[Stage, ...]
     input_bytes: int = 0
@@ -208,6 +209,11 @@ class StageCosts(CostModel):
 
     def __getitem__(self, step: int) -> Stage:
         return self.stages[step]
+
+    @property
+    def largest_state_bytes(self) -> int:
+        """The bytes of the largest state that may be kept: any but the last."""
+        return max(1, self.input_bytes, *(stage.output_bytes for stage in self.stages[:-1]))
 
     @property
     def is_uniform(self) -> bool:

@@ -1,30 +1,29 @@
-"""What every planner returns: a plan, which is data that prints, draws, saves and loads itself.
-
-In a file the schedule of a chain is one list an action, such as `["Put", 3, 0, true]`.
-"""
+"""What every planner returns: a plan, which is data that prints, draws, saves and loads itself."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, fields
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeAlias
+from typing import (
+    ClassVar,
+    Literal,
+    Protocol,
+    Self,
+    TypeAlias,
+)
+
+from tabulate import tabulate
 
 from ..actions import (
     Action,
     Advance,
     Answer,
-    Await,
-    Drop,
     EndForward,
-    Evict,
-    Free,
     Get,
-    Load,
-    Offer,
     Put,
     Reverse,
     Save,
@@ -35,78 +34,29 @@ from ..errors import ArgumentError
 from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..model.tier import Tier
-from ..schedule.simulation import Jitter, Simulation
-from ..support.values import shown
+from ..schedule.simulation import Jitter, Simulation, simulate
+from ..support.units import format_bytes, format_seconds
+from ..support.values import MOST, shown, whole_or_none
+from .bound import lower_bound
+from .files import actions_to_lists, read_json
 
-_KINDS: dict[str, type[Action]] = {
-    kind.__name__: kind
-    for kind in (
-        *(Advance, Tape, Reverse, Save, Load, Free, Offer, Put, Get, Await, Evict, Drop),
-        EndForward,
-    )
-}
-_MOST = 1 << 40
-
-
-def actions_to_lists(actions: Iterable[Action]) -> list[list[str | int | bool]]:
-    """Return actions as lists: the name and the values of each.
-
-    Examples
-    --------
-    >>> actions_to_lists([Advance(0, 3), Put(3, tape=True)])
-    [['Advance', 0, 3], ['Put', 3, 0, True]]
-    """
-    return [[type(action).__name__, *astuple(action)] for action in actions]
-
-
-def actions_from_lists(data: object) -> tuple[Action, ...]:
-    """Return the actions that `actions_to_lists` wrote; whether they are legal is not looked at.
-
-    Raises
-    ------
-    ArgumentError
-        Naming the first that is no action.
-    """
-    if not isinstance(data, list):
-        raise ArgumentError(f"actions={shown(data)} must be a list of actions")
-    return tuple(_action(k, entry) for k, entry in enumerate(data))
-
-
-def read_json(path: str | Path) -> object:
-    """Return what a plan's JSON file holds.  Raises ArgumentError if it cannot be read."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArgumentError(f"the plan {str(path)!r} cannot be read: {error}") from error
-
-
-def _action(index: int, entry: Any) -> Action:
-    where = f"actions[{index}]"
-    name = entry[0] if isinstance(entry, list) and entry else None
-    kind = _KINDS.get(name) if isinstance(name, str) else None
-    if kind is None:
-        raise ArgumentError(f"{where}={shown(entry)} must be a list such as ['Tape', 3]")
-    values: Sequence[Any] = entry[1:]
-    named = fields(kind)
-    least = sum(field.name not in ("tier", "tape") for field in named)
-    if not least <= len(values) <= len(named):
-        names = ", ".join(field.name for field in named)
-        raise ArgumentError(f"{where}={shown(entry)} must have the values ({names})")
-    for field, value in zip(named, values, strict=False):
-        if field.name == "tape":
-            if not isinstance(value, bool):
-                raise ArgumentError(f"{where}: tape={shown(value)} must be true or false")
-        elif isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
-            raise ArgumentError(f"{where}: {field.name}={shown(value)} must be a number from 0 on")
-    return kind(*values)
-
-
+Planner: TypeAlias = "Callable[[Costs, int, int | None], Plan]"
 Subject = Literal["schedule", "timeline", "trade-off"]
-Reader: TypeAlias = "Callable[[Mapping[str, object]], Plan]"
+
+MOST_STEPS = 1 << 40
+FORMAT = "multistage-plan-2"
 
 
-class Pictures(Protocol):
-    """What draws plans and writes their pages; `multistage.planners.pages` does."""
+class Pages(Protocol):
+    """What reads, bounds and draws plans, and writes pages: `multistage.planners.pages`."""
+
+    def read_plan(self, data: Mapping[str, object]) -> Plan:
+        """Return the plan that data of the present format describe."""
+
+    def chain_bound_s(
+        self, costs: StageCosts, memory_bytes: int | None, tier: Tier, /
+    ) -> float | None:
+        """Return a lower bound of a chain with a tier; None without the C core."""
 
     def draw_plan(self, plan: Plan, path: str | Path, subject: Subject) -> None:
         """Draw a picture of a plan to a file."""
@@ -118,43 +68,60 @@ class Pictures(Protocol):
         """Return a plan for a notebook's cell."""
 
 
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """A schedule and what it is predicted to cost: what all plans have and do.
+    """A schedule, where it comes from and what it is predicted to cost.
 
-    There are two kinds.  A `UniformPlan`, from `plan`, is of steps that are alike: its costs
-    are numbers, its schedule is made as it is run, and 10^9 steps take no memory.  A
-    `ChainPlan`, from `plan_chain`, is of stages that differ: its costs are those of each stage
-    and its schedule is a tuple of actions.
+    `plan` makes those of steps that are alike: their costs are numbers, their schedule is made
+    as it is run, and 10^9 steps take no memory.  `plan_chain` makes those of stages that
+    differ: their costs are those of each stage, and their schedule is a tuple of actions.
 
     Attributes
     ----------
     planner : str
-        Name of the planner, or of the planner.
+        Name of the planner.
     costs : Costs or StageCosts
         What the prediction assumes.
-    tiers : tuple
-        The slow tiers it was planned with.
     n_steps : int
-        Steps, or stages.
+        Steps or stages.
     memory_bytes : int or None
         Fast memory the plan may take; None for no limit.
+    make : callable
+        Returns a fresh schedule; see `schedule`.
     makespan_s : float
         Predicted seconds from the start to the last adjoint step.
-    lower_bound_s : float or None
-        No schedule within these limits can be faster; None where that is not known.
     forward_steps : int
         Predicted steps run forward, the first sweep included.
     peak_bytes : int
-        Predicted peak of fast memory.
+        Predicted peak of fast memory; of stages with the chain's input.
     writes, reads : int
         Predicted transfers to and from the slow tiers.
     stall_s : float
         Predicted seconds the computing thread waits for transfers.
+    tiers : tuple of Tier
+        The slow tiers it was planned with.
+    actions : tuple of Action
+        The schedule of stages; the loss, which is the caller's, is at `EndForward`.  Empty
+        where the schedule is made as it is run.
+    note : str
+        One sentence: what the planner does with these costs.
+    parameters : mapping
+        The planner's own numbers, such as the interval.
+    candidates : tuple of Plan
+        The plans this one was chosen from (including an equal of itself).  Of stages with a
+        tier: the plans "no tier" and "every tape to the tier", where they fit.
+    why : str
+        Why it was chosen.
+    seal : tuple
+        What `planners.ranking.sealing` vouches for; see `sealed`.
+    given_up : int
+        Tapes that the last run made again, as the tier was slower than planned; see
+        `multistage.execute.late`.
 
     Examples
     --------
     >>> import tempfile
-    >>> from multistage import Costs, Stage, StageCosts, plan, plan_chain
+    >>> from multistage import Stage, plan, plan_chain
     >>> layers = StageCosts.uniform(12, Stage("layer", 1.0, 2.0, 10, 30), 10)
     >>> plans = [plan(Costs(1.0, 2.0), "5 slots", 100), plan_chain(layers, "50 %")]
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -162,61 +129,242 @@ class Plan:
     ...         made.save(f"{folder}/plan.json")
     ...         print(made.summary(), Plan.load(f"{folder}/plan.json") == made)
     ... # doctest: +ELLIPSIS
-    plan revolve: 100 steps, 5 fast slots of 1 B True
+    plan revolve: 100 steps within 5 fast slots of 1 B: 442 s True
     plan optimal: 12 stages within 195 B: ... True
     """
 
-    __slots__ = ()
+    _pages: ClassVar[Pages]
 
-    FORMAT: ClassVar[str]
-    UNIT: ClassVar[str]
-
-    # What takes modules that import plans; see `enter`.
-    _readers: ClassVar[Mapping[type[Plan], Reader]]
-    _pictures: ClassVar[Pictures]
-
+    planner: str
     costs: Costs | StageCosts
+    n_steps: int
+    memory_bytes: int | None
+    make: Callable[[], Schedule] = field(repr=False, compare=False)
     makespan_s: float
     forward_steps: int
-    stall_s: float
+    peak_bytes: int
+    writes: int = 0
+    reads: int = 0
+    stall_s: float = 0.0
+    tiers: tuple[Tier, ...] = ()
+    actions: tuple[Action, ...] = field(default=(), repr=False)
+    note: str = ""
+    parameters: Mapping[str, float | int | str] = field(default_factory=dict)
+    candidates: tuple[Plan, ...] = field(default=(), repr=False)
+    why: str = ""
+    seal: tuple[object, ...] = field(default=(), repr=False, compare=False)
+    given_up: int = field(default=0, compare=False)
 
-    # What the two kinds know in different ways.
+    @classmethod
+    def predicted(
+        cls,
+        planner: str,
+        costs: Costs,
+        slots: int,
+        n_steps: int,
+        make: Callable[[], Schedule],
+        use: Simulation,
+        *,
+        note: str,
+        parameters: Mapping[str, float | int | str] | None = None,
+    ) -> Self:
+        """Return the plan of a schedule of equal steps that takes what `use` says."""
+        return cls(
+            planner=planner,
+            costs=costs,
+            n_steps=n_steps,
+            memory_bytes=slots * costs.state_bytes,
+            make=make,
+            makespan_s=use.makespan_s,
+            forward_steps=use.forward_steps,
+            peak_bytes=round(use.peak_slots * costs.state_bytes),
+            writes=use.writes,
+            reads=use.reads,
+            stall_s=use.stall_s,
+            tiers=costs.tiers,
+            note=note,
+            parameters=dict(parameters or {}),
+        )
 
-    @property
-    def planner(self) -> str:
-        raise NotImplementedError
+    @classmethod
+    def judged(
+        cls,
+        planner: str,
+        costs: StageCosts,
+        memory_bytes: int | None,
+        actions: Iterable[Action],
+        tier: Tier | None = None,
+    ) -> Self:
+        """Return a schedule of stages as a plan, its times and its peak those of a simulation.
 
-    @property
-    def n_steps(self) -> int:
-        raise NotImplementedError
+        Raises
+        ------
+        ScheduleError
+            Naming the first action that is illegal or exceeds `memory_bytes`.
 
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        raise NotImplementedError
-
-    @property
-    def memory_bytes(self) -> int | None:
-        raise NotImplementedError
-
-    @property
-    def peak_bytes(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def lower_bound_s(self) -> float | None:
-        raise NotImplementedError
-
-    @property
-    def writes(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def reads(self) -> int:
-        raise NotImplementedError
+        Examples
+        --------
+        >>> from multistage import Stage
+        >>> costs = StageCosts.uniform(1, Stage("a", 1.0, 2.0, 10, 30), 5)
+        >>> actions = [Tape(0), EndForward(), Reverse(0)]
+        >>> Plan.judged("optimal", costs, None, actions).peak_bytes
+        45
+        """
+        actions = tuple(actions)
+        tiers = () if tier is None else (tier,)
+        # What exceeds a whole number of the simulator's is no limit.
+        limit = None if memory_bytes is None or memory_bytes > MOST else memory_bytes
+        use = simulate(actions, None, costs, tiers=tiers, memory_bytes=limit, checked=False)
+        return cls(
+            planner=planner,
+            costs=costs,
+            n_steps=len(costs.stages),
+            memory_bytes=memory_bytes,
+            make=partial(_each, actions),
+            makespan_s=use.makespan_s,
+            forward_steps=use.forward_steps,
+            peak_bytes=use.peak_bytes,
+            writes=sum(isinstance(action, Put) for action in actions),
+            reads=sum(isinstance(action, Get) for action in actions),
+            stall_s=use.stall_s,
+            tiers=tiers,
+            actions=actions,
+        )
 
     def schedule(self) -> Schedule:
         """Return a fresh schedule of this plan, for `check`, `simulate` and executors."""
-        raise NotImplementedError
+        return self.make()
+
+    @property
+    def sealed(self) -> bool:
+        """Whether this is what a planner of this package made, its schedule and its premises.
+
+        Schedules of sealed plans are run as they are; all others are judged
+        action by action.  Replacing `make`, `n_steps`, `memory_bytes` or `costs`
+        breaks the seal.
+        """
+        return self.seal == self._vouched()
+
+    def _vouched(self) -> tuple[object, ...]:
+        return self.make, self.n_steps, self.memory_bytes, self.costs
+
+    @property
+    def tier(self) -> Tier | None:
+        """The first slow tier, or None."""
+        return self.tiers[0] if self.tiers else None
+
+    @property
+    def slots(self) -> int:
+        """Fast slots that the plan may take, in states; of stages in the largest of them."""
+        assert self.memory_bytes is not None
+        return self.memory_bytes // self.costs.largest_state_bytes
+
+    @property
+    def peak_slots(self) -> float:
+        """Most fast slots that the schedule takes."""
+        return self.peak_bytes / self.costs.largest_state_bytes
+
+    @property
+    def lower_bound_s(self) -> float | None:
+        """Seconds that no schedule within the limit and with the tiers undercuts.
+
+        None of stages without a tier, or where the C core is missing: then it is not known.  Of
+        stages it is calculated when it is first asked for, in 0.1 to 1 s, for nested schedules;
+        see `planners.chain.joint_bound`.
+        """
+        if isinstance(self.costs, Costs):
+            return lower_bound(self.costs, self.slots, self.n_steps)
+        if self.tier is None:
+            return None
+        return self._pages.chain_bound_s(self.costs, self.memory_bytes, self.tier)
+
+    @property
+    def gap(self) -> float | None:
+        """How far the makespan lies above the lower bound, 0 at best; None if that is not known."""
+        bound_s = self.lower_bound_s
+        return None if bound_s is None else gap_of(self.makespan_s, bound_s)
+
+    @property
+    def recompute_factor(self) -> float:
+        """Forward steps run / steps."""
+        return self.forward_steps / self.n_steps
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds with every tape of a chain kept, and without what the executor takes."""
+        costs = self.stage_costs
+        return plain_use(costs).makespan_s - sum(stage.overhead_s for stage in costs.stages)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes with every tape of a chain kept."""
+        return plain_use(self.stage_costs).peak_bytes
+
+    @property
+    def step_costs(self) -> Costs:
+        """The costs of a plan of equal steps."""
+        assert isinstance(self.costs, Costs)
+        return self.costs
+
+    @property
+    def stage_costs(self) -> StageCosts:
+        """The costs of a plan of stages that differ."""
+        assert isinstance(self.costs, StageCosts)
+        return self.costs
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Stages whose tape is kept from the forward sweep on."""
+        stop = next((k for k, a in enumerate(self.actions) if isinstance(a, EndForward)), None)
+        return tuple(a.step for a in self.actions[:stop] if isinstance(a, Tape))
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is run twice."""
+        return len(self.kept) == self.n_steps
+
+    def runs(self) -> list[int]:
+        """Return how often each stage is run forward."""
+        counts = [0] * self.n_steps
+        taped: set[int] = set()
+        for action in self.actions:
+            if isinstance(action, Advance):
+                for i in range(action.start, action.stop):
+                    counts[i] += 1
+            elif isinstance(action, Tape):
+                counts[action.step] += 1
+                taped.add(action.step)
+            elif isinstance(action, Reverse):
+                counts[action.step] += action.step not in taped
+                taped.discard(action.step)
+        return counts
+
+    def fates(self) -> list[str]:
+        """Return what the forward sweep leaves of each stage.
+
+        `tape kept`, `tape to tier`, `input kept`, `input to tier` or `recomputed`: neither,
+        so that it runs again from an earlier state.  A tape and the state it starts from may
+        both be left, as in `tape to tier, input kept`.
+        """
+        forward = list(itertools.takewhile(lambda a: not isinstance(a, Reverse), self.actions))
+        saved = {a.step for a in forward if isinstance(a, Save)}
+        sent = {a.step for a in forward if isinstance(a, Put) and not a.tape}
+        tapes_sent = {a.step for a in forward if isinstance(a, Put) and a.tape}
+        kept = set(self.kept)
+        found = []
+        for i in range(self.n_steps):
+            state = "input to tier" if i in sent else "input kept" if i in saved else ""
+            if i in tapes_sent:
+                found.append("tape to tier" + (f", {state}" if state else ""))
+            elif i in kept:
+                found.append("tape kept" + (f", {state}" if i in sent else ""))
+            else:
+                found.append(state or ("recomputed" if i else "input kept"))
+        return found
+
+    def candidate(self, planner: str) -> Plan | None:
+        """Return the candidate of a planner; None if there is none."""
+        return next((each for each in self.candidates if each.planner == planner), None)
 
     def simulate(
         self,
@@ -232,7 +380,7 @@ class Plan:
 
         Examples
         --------
-        >>> from multistage import Costs, Stage, StageCosts, plan, plan_chain
+        >>> from multistage import Stage, plan, plan_chain
         >>> made = plan(Costs(1.0, 2.0), "5 slots", 100)
         >>> made.simulate().makespan_s == made.makespan_s
         True
@@ -243,11 +391,12 @@ class Plan:
         (True, True)
         """
         plan = self if tiers is None else self.with_tier(tiers)
-        return plan._simulation()(jitter=jitter, seed=seed, timed=timed)
-
-    def _simulation(self) -> partial[Simulation]:
-        """Return a call of `simulate` without what scatters and watches the run."""
-        raise NotImplementedError
+        run = partial(simulate, jitter=jitter, seed=seed, timed=timed)
+        costs = plan.costs
+        if isinstance(costs, Costs):
+            known = None if plan.planner == "online" else plan.n_steps
+            return run(plan.schedule(), known, costs, plan.slots)
+        return run(plan.actions, None, costs, tiers=plan.tiers, memory_bytes=plan.memory_bytes)
 
     def with_tier(self, tier: Tier | str) -> Self:
         """Return the plan with another tier in its place; the schedule stays.
@@ -264,92 +413,178 @@ class Plan:
             raise ArgumentError("the plan has no tier to replace; plan it with one")
         if len(self.tiers) > 1:
             raise ArgumentError(f"the plan has {len(self.tiers)} tiers; one can be replaced")
-        return self._on(Tier.parse(tier))
-
-    def _on(self, tier: Tier) -> Self:
-        raise NotImplementedError
+        tier, costs = Tier.parse(tier), self.costs
+        if not isinstance(costs, Costs):
+            return replace(self, tiers=(tier.in_bytes(),))
+        costs = replace(costs, tiers=(tier,))
+        return replace(self, costs=costs, tiers=costs.tiers)
 
     def limits(self) -> dict[str, float | None]:
         """Return what fast memory and each tier may hold, in bytes; None without bound."""
         limits: dict[str, float | None] = {"fast": self.memory_bytes}
         for tier in self.tiers:
             room = tier.capacity_bytes
-            if tier.capacity_states is not None and isinstance(self.costs, Costs):
-                room = tier.capacity_states * self.costs.state_bytes
+            if tier.capacity_states is not None:
+                room = tier.capacity_states * self.costs.largest_state_bytes
             limits[tier.name] = room
         return limits
 
-    def summary(self) -> str:
-        """Return the plan in one line."""
-        raise NotImplementedError
-
-    def table(self) -> str:
-        """Return the plan beside its alternatives as text."""
-        raise NotImplementedError
-
-    def details(self) -> list[str]:
-        """Return the lines that printing the plan shows below its summary."""
-        raise NotImplementedError
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the plan as plain data, for JSON; `from_dict` reads it back."""
-        raise NotImplementedError
-
-    # What follows from that.
-
     @property
-    def recompute_factor(self) -> float:
-        """Forward steps run / steps."""
-        return self.forward_steps / self.n_steps
-
-    @property
-    def gap(self) -> float | None:
-        """How far the makespan lies above the lower bound, 0 at best; None if that is not known."""
-        bound_s = self.lower_bound_s
-        return None if bound_s is None else gap_of(self.makespan_s, bound_s)
+    def room(self) -> str:
+        """What it may take, as text."""
+        if self.memory_bytes is None:
+            return "no limit"
+        if isinstance(self.costs, Costs):
+            slots = f"{self.slots} fast slot{'' if self.slots == 1 else 's'}"
+            return f"{slots} of {format_bytes(self.costs.state_bytes)}"
+        return format_bytes(self.memory_bytes)
 
     @property
     def title(self) -> str:
         """What it is a plan of, in few words."""
-        return f"{self.planner}: {self.n_steps} {self.UNIT}"
+        unit = self.costs.UNIT if self.n_steps != 1 else self.costs.UNIT[:-1]
+        return f"{self.planner}: {self.n_steps} {unit}"
+
+    def summary(self) -> str:
+        """Return the plan in one line."""
+        more = ""
+        if self.actions:
+            slower = self.makespan_s / self.plain_s - 1 if self.plain_s else 0.0
+            more = (
+                f", {100 * slower:.1f} % over plain training; peak {format_bytes(self.peak_bytes)} "
+                f"of {format_bytes(self.plain_bytes)}"
+            )
+        return f"plan {self.title} within {self.room}: {format_seconds(self.makespan_s)}{more}"
+
+    def row(self) -> dict[str, str | int | float]:
+        """Return the plan as one row of a table."""
+        gap = self.gap
+        return {
+            "planner": self.planner,
+            "makespan": format_seconds(self.makespan_s),
+            "above bound": "not known" if gap is None else f"{100 * gap:.2f} %",
+            "recompute": round(self.recompute_factor, 3),
+            "writes": self.writes,
+            "reads": self.reads,
+            "stall": format_seconds(self.stall_s),
+            **({} if self.actions else {"peak slots": round(self.peak_slots, 1)}),
+            "peak bytes": format_bytes(self.peak_bytes),
+        }
+
+    def ranked(self) -> list[Plan]:
+        """Return the candidates, or the plan alone; the fastest first."""
+        return sorted(self.candidates or (self,), key=lambda plan: plan.makespan_s)
+
+    def table(self) -> str:
+        """Return the candidates side by side as text, the chosen one marked."""
+        rows = [
+            {"": ">" if plan.planner == self.planner else "", **plan.row()}
+            for plan in self.ranked()
+        ]
+        return tabulate(rows, headers="keys", disable_numparse=True, stralign="right")
+
+    def details(self) -> list[str]:
+        """Return the lines that printing the plan shows below its summary."""
+        bound_s, given_up = self.lower_bound_s, ""
+        bound = "not known" if bound_s is None else format_seconds(bound_s)
+        if self.given_up:
+            given_up = f"tapes given up in the last run, as their writes were late: {self.given_up}"
+        tiers = (f"tier {tier}" for tier in self.tiers)
+        lines = [*self.costs.facts(), *tiers, "", self.table(), "", f"lower bound {bound}"]
+        lines += filter(None, (self.note, self.why, given_up))
+        if not self.actions:
+            return lines
+        headers, rows = self.stage_rows()
+        align = ("right", "left", "left", "right", *("right" for _ in headers[4:]))
+        table = tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
+        return [*lines, "", table]
+
+    def stage_rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Return what becomes of each stage, as the headers and rows of a table."""
+        headers = ("", "stage", "forward sweep", "runs", "tape", "output", "forward", "backward")
+        rows: list[tuple[str, ...]] = [
+            (
+                f"{i}",
+                stage.name,
+                what,
+                f"{runs}",
+                format_bytes(stage.tape_bytes),
+                format_bytes(stage.output_bytes),
+                format_seconds(stage.forward_s),
+                format_seconds(stage.backward_s),
+            )
+            for i, (stage, what, runs) in enumerate(
+                zip(self.stage_costs.stages, self.fates(), self.runs(), strict=True)
+            )
+        ]
+        return headers, rows
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the plan as plain data, for JSON; `from_dict` reads it back."""
+        data: dict[str, object] = {
+            "format": FORMAT,
+            **self._facts(),
+            "n_steps": self.n_steps,
+            "memory_bytes": self.memory_bytes,
+            "lower_bound_s": self.lower_bound_s,
+            "why": self.why,
+            "candidates": [candidate._facts() for candidate in self.candidates],
+            "tiers": [tier.to_dict() for tier in self.tiers],
+            "costs": self.costs.to_dict(),
+        }
+        # For the reader's convenience.
+        if self.actions:
+            data |= {"plain_s": self.plain_s, "plain_bytes": self.plain_bytes}
+            data |= {"fates": self.fates(), "runs": self.runs()}
+        else:
+            data |= {"slots": self.slots, "peak_slots": self.peak_slots}
+        return data
+
+    def _facts(self) -> dict[str, object]:
+        return {
+            "planner": self.planner,
+            "makespan_s": self.makespan_s,
+            "recompute_factor": self.recompute_factor,
+            "writes": self.writes,
+            "reads": self.reads,
+            "stall_s": self.stall_s,
+            "peak_bytes": self.peak_bytes,
+            "parameters": dict(self.parameters),
+            "note": self.note,
+            "actions": actions_to_lists(self.actions),
+        }
 
     @classmethod
-    def from_dict(cls, data: object) -> Self:
-        """Return the plan that `to_dict` described, of either kind.
+    def from_dict(cls, data: object) -> Plan:
+        """Return the plan that `to_dict` described.
 
-        What the data says of times and memory does not count: a plan of steps that are alike is
-        planned again, the schedule of a chain is judged and simulated again.
+        What the data says of times and memory does not count: a plan without a list of actions is
+        planned again, a list of actions is judged and simulated again.
 
         Raises
         ------
         ArgumentError
-            Naming what is missing or wrong; for a planner that is none of `PLANNERS`.
+            Naming what is missing or wrong; for an unknown planner; for a file of an earlier
+            version.
         BudgetError
-            Where the slots hold too little.
+            Where the memory holds too little.
         ScheduleError
-            Naming the first action of a chain that is illegal or exceeds `memory_bytes`.
+            Naming the first action that is illegal or exceeds `memory_bytes`.
         """
-        readers = {kind: read for kind, read in cls._readers.items() if issubclass(kind, cls)}
-        for kind, read in readers.items():
-            if isinstance(data, dict) and data.get("format") == kind.FORMAT:
-                found = read(data)
-                assert isinstance(found, cls)
-                return found
-        formats = " or ".join(repr(kind.FORMAT) for kind in readers)
-        found_format = data.get("format") if isinstance(data, dict) else None
-        instead = "" if found_format is None else f", not {shown(found_format)}"
-        raise ArgumentError(f"no plan: 'format' must be {formats}{instead}")
-
-    @classmethod
-    def require(cls, data: Mapping[str, object], names: Sequence[str]) -> None:
-        """Raise ArgumentError unless the data of a plan has all of these names."""
-        for name in names:
+        found = data.get("format") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or found != FORMAT:
+            instead = "" if found is None else f", not {shown(found)}"
+            old = isinstance(found, str) and found.startswith(("multistage-plan", "multistage-ch"))
+            remedy = "; plan again, and save the plan" if old else ""
+            raise ArgumentError(f"no plan: 'format' must be {FORMAT!r}{instead}{remedy}")
+        for name in ("planner", "costs", "n_steps", "memory_bytes", "tiers", "actions"):
             if name not in data:
-                raise ArgumentError(f"no plan of {cls.UNIT}: {name!r} is missing")
+                raise ArgumentError(f"no plan: {name!r} is missing")
+        return cls._pages.read_plan(data)
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Return the plan that `save` wrote to a `.json` file, of either kind.
+    def load(cls, path: str | Path) -> Plan:
+        """Return the plan that `save` wrote to a `.json` file.
 
         Raises
         ------
@@ -369,7 +604,7 @@ class Plan:
         ArgumentError
             For another suffix.
         """
-        self._pictures.save_plan(self, path)
+        self._pages.save_plan(self, path)
 
     def picture(
         self,
@@ -391,12 +626,12 @@ class Plan:
         ------
         ArgumentError
             If CairoSVG is needed and not installed; for an unknown suffix or
-            subject; for uniform schedules of more than 20 000 steps.
+            subject; for schedules of more than 20 000 steps.
         """
-        self._pictures.draw_plan(self, path, what)
+        self._pages.draw_plan(self, path, what)
 
     def _repr_html_(self) -> str:
-        return self._pictures.plan_html(self)
+        return self._pages.plan_html(self)
 
     def __str__(self) -> str:
         return "\n".join([self.summary(), *self.details()])
@@ -410,10 +645,44 @@ def gap_of(makespan_s: float, bound_s: float) -> float:
     return gap if abs(gap) > 1e-12 else 0.0  # rounding is no gap
 
 
-def enter(readers: Mapping[type[Plan], Reader], pictures: Pictures) -> None:
-    """Give plans what reads each kind from data, and what draws them.
+def enter(pages: Pages) -> None:
+    """Give plans what reads and draws them.
 
     Planners import plans, so plans import no planner; `multistage.planners` calls this once.
     """
-    Plan._readers = readers
-    Plan._pictures = pictures
+    Plan._pages = pages
+
+
+def _each(actions: Sequence[Action]) -> Schedule:
+    for action in actions:
+        _ = yield action  # answers are not looked at
+
+
+def store_all(costs: StageCosts) -> list[Action]:
+    """Return the schedule of a chain that keeps every tape."""
+    steps = range(len(costs.stages))
+    return [*map(Tape, steps), EndForward(), *map(Reverse, reversed(steps))]
+
+
+@lru_cache(maxsize=64)
+def plain_use(costs: StageCosts) -> Simulation:
+    """Return what the schedule that keeps every tape takes."""
+    return simulate(store_all(costs), None, costs, checked=False)
+
+
+def require_steps(n_steps: int | None, planner: str) -> int:
+    """Return `n_steps`, known and at least 1.
+
+    Raises
+    ------
+    ArgumentError
+        Otherwise.
+    """
+    if n_steps is None:
+        raise ArgumentError(
+            f"planner {planner!r} must know n_steps beforehand; use planner 'online'"
+        )
+    n = whole_or_none(n_steps)
+    if n is None or not 1 <= n <= MOST_STEPS:
+        raise ArgumentError(f"n_steps={shown(n_steps)} must be an int, at least 1 and at most 2^40")
+    return n

@@ -9,10 +9,10 @@ line at its step for as long as it is held.  Here the line's color says where.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from ..actions import (
     Action,
@@ -37,18 +37,11 @@ from ..view import save_chart, save_text
 from ..view.chart import Chart, Line, Mark, Panel, Point, Segment, Strokes, byte_unit, time_unit
 from ..view.page import Cards, Heading, Paragraph, Part, Picture, Table, document, fragment
 from ..view.timeline import timeline_chart
-from .base import Subject
+from .base import Plan, Subject
 from .chain.heterogeneous import memory_curve
-from .chain.plan import ChainPlan
 from .ranking import PLANNERS, RANKED, trade_off
-from .uniform import UniformPlan
-
-if TYPE_CHECKING:
-    from ..schedule.simulation import Simulation
-    from .base import Plan
-    from .chain.plan import ChainPlan
-    from .uniform import UniformPlan
-
+from .ranking import chain_bound_s as chain_bound_s
+from .ranking import read_plan as read_plan
 
 # Steps of a schedule that is drawn: some seconds of virtual time passing.
 MOST_STEPS = 20_000
@@ -169,18 +162,16 @@ def schedule_chart(plan: Plan, title: str = "") -> Chart:
     course, run = course_of(plan)
     end_s = course.end_s or 1.0
     unit_s, unit = time_unit(course.end_s)
-    chain = isinstance(plan, ChainPlan)
-    place, kept = ("", "tape or state") if chain else (" in a fast slot", "checkpoint")
     tiers = [tier.name for tier in plan.tiers]
     kinds: list[tuple[str, str, list[Segment], float]] = []
     for tier, lines in sorted(course.tiers.items()):
         name = tiers[tier] if tier < len(tiers) else f"tier {tier}"
-        kinds.append(("tier" if tier == 0 else "tier 2", f"{kept} in {name}", lines, 1.4))
+        kinds.append(("tier" if tier == 0 else "tier 2", f"kept in {name}", lines, 1.4))
     tapes = [line for line in course.tapes if line[2] > line[0]]
     stalled_s = sum(stop_s - start_s for start_s, _, stop_s, _ in course.stalls)
     kinds += [
         ("tape", "tape held", tapes, 1.0),
-        ("fast", f"checkpoint{place}", course.fast, 2.0),
+        ("fast", "checkpoint", course.fast, 2.0),
         ("forward", "forward", course.forward, 1.4),
         ("reverse", "adjoint", course.reverse, 2.4),
         ("stall", f"stall {format_seconds(stalled_s)}", course.stalls, 3.5),
@@ -191,19 +182,18 @@ def schedule_chart(plan: Plan, title: str = "") -> Chart:
         if lines
     )
     margin = 0.02 * plan.n_steps
-    panels = [Panel(marks, plan.UNIT[:-1], -margin, plan.n_steps + margin)]
-    if chain:
-        panels.append(_memory_panel(plan, run.timeline.memory["fast"], end_s, unit_s))
-        limit = "" if plan.memory_bytes is None else f" within {format_bytes(plan.memory_bytes)}"
-        title = title or f"{plan.title}{limit}"
+    limit = "" if plan.memory_bytes is None else f" within {plan.room}"
     return Chart(
-        title=title or plan.summary(),
-        panels=tuple(panels),
+        title=title or f"{plan.title}{limit}",
+        panels=(
+            Panel(marks, plan.costs.UNIT[:-1], -margin, plan.n_steps + margin),
+            _memory_panel(plan, run.timeline.memory["fast"], end_s, unit_s),
+        ),
         label=f"time ({unit})",
         low=0.0,
         high=end_s / unit_s,
         legend=tuple((mark.color, mark.label) for mark in marks),
-        height=520.0 if chain else 420.0,
+        height=520.0,
     )
 
 
@@ -231,66 +221,66 @@ def _memory_panel(
 _SLOWEST = 4.0
 _RIVALS = ("forward", "reverse", "write", "read", "tape", "tier", "rival", "rival 3")
 
+Curve = Sequence[tuple[float, float]]
+
 
 def trade_off_chart(
-    chosen: UniformPlan, curves: dict[str, Sequence[UniformPlan]], title: str = ""
+    chosen: Plan,
+    curves: Mapping[str, Curve],
+    reference: tuple[str, Curve],
+    title: str = "",
 ) -> Chart:
-    """Return makespan and recompute factor over the fast slots, planner by planner.
+    """Return makespan over memory, planner by planner.
 
     Parameters
     ----------
-    chosen : UniformPlan
+    chosen : Plan
         Marked.
-    curves : dict of planner to plans
-        As `multistage.planners.ranking` makes them: slots ascending.
+    curves : dict of planner to (bytes, seconds)
+        Memory ascending, time falling.
+    reference : (str, sequence of (bytes, seconds))
+        A name and a curve to compare with, drawn dashed.
     """
-    fastest_s = min(p.makespan_s for plans in (*curves.values(), (chosen,)) for p in plans)
+    points = [point for curve in curves.values() for point in curve]
+    fastest_s = min([chosen.makespan_s, *(s for _, s in points)])
     most_s = max(_SLOWEST * fastest_s, chosen.makespan_s)
-    every = sum(map(len, curves.values()))
-    curves = {name: [p for p in plans if p.makespan_s <= most_s] for name, plans in curves.items()}
-    shown = [p for plans in curves.values() for p in plans] or [chosen]
-    bounds = sorted({(p.slots, p.lower_bound_s) for p in shown})
-    unit_s, unit = time_unit(max(p.makespan_s for p in shown))
-    times: list[Mark] = []
-    factors: list[Mark] = []
-    legend = []
-    names = [chosen.planner, *(name for name in curves if name != chosen.planner)]
-    for k, name in enumerate(name for name in names if curves.get(name)):
-        color, plans = _RIVALS[k % len(_RIVALS)], curves[name]
-        made = tuple((float(p.slots), p.makespan_s / unit_s) for p in plans)
-        times.append(Line(name, color, made, dots=True))
-        run = tuple((float(p.slots), p.recompute_factor) for p in plans)
-        factors.append(Line(name, color, run, dots=True))
-        legend.append((color, name))
-    lower = tuple((float(slots), bound / unit_s) for slots, bound in bounds)
-    here = float(chosen.slots)
-    times = [*reversed(times), Line("lower bound", "rival", lower, dashed=True)]
-    factors.reverse()  # the chosen planner above the others
-    times.append(Point("chosen", "chosen", here, chosen.makespan_s / unit_s))
-    factors.append(Point("chosen", "chosen", here, chosen.recompute_factor))
-    state, end = chosen.costs.state_bytes, bounds[-1][0]
-    note = f"plans over {_SLOWEST:g} times the fastest: left out" if len(shown) < every else ""
-    memory = f" of {format_bytes(state)}" if state > 1 else ""
+    shown = {name: [p for p in curve if p[1] <= most_s] for name, curve in curves.items()}
+    drawn = [point for curve in shown.values() for point in curve]
+    here = float(chosen.peak_bytes if chosen.actions else chosen.memory_bytes or 0)
+    every = [*drawn, (here, chosen.makespan_s), *reference[1]]
+    unit_s, unit = time_unit(max(s for _, s in every))
+    low, high = min(nbytes for nbytes, _ in every), max(nbytes for nbytes, _ in every)
+    size, bytes_unit = byte_unit(high)
+
+    def line(name: str, color: str, curve: Curve, *, solid: bool) -> Line:
+        scaled = tuple((nbytes / size, s / unit_s) for nbytes, s in curve)
+        return Line(name, color, scaled, step=solid, dashed=not solid)
+
+    named = zip(_RIVALS, ((name, curve) for name, curve in shown.items() if curve), strict=False)
+    # Until the next point is paid for, the one before is the best there is.
+    lines = [
+        line(name, color, [*curve, (high, curve[-1][1])], solid=True)
+        for color, (name, curve) in named
+    ]
+    note = f"plans over {_SLOWEST:g} times the fastest: left out"
+    marks: list[Mark] = [line("reference", "rival", reference[1], solid=False)]
+    marks += reversed(lines)  # the chosen planner above the others
+    marks.append(Point("chosen", "chosen", here / size, chosen.makespan_s / unit_s))
+    log = low > 0 and high > 2.5 * low
+    margin = 0.0 if log else 0.03 * (high - low) or 0.1 * high
     return Chart(
-        title=title or f"time and memory of {chosen.n_steps} steps",
-        panels=(
-            _panel(times, f"makespan ({unit})", note),
-            _panel(factors, "recompute factor"),
-        ),
-        label=f"fast slots{memory}",
-        low=float(bounds[0][0]),
-        high=float(max(end, bounds[0][0] + 1)),
-        log=True,
+        title=title or f"time and memory of {chosen.n_steps} {chosen.costs.UNIT}",
+        panels=(_panel(marks, f"makespan ({unit})", note if len(drawn) < len(points) else ""),),
+        label=f"fast memory ({bytes_unit})",
+        low=(low - margin) / size,
+        high=(high + margin) / size,
+        log=log,
         legend=(
-            *legend,
-            ("rival", "lower bound (dashed)"),
-            (
-                "chosen",
-                f"chosen: {chosen.planner}, {chosen.slots} slots, "
-                f"{format_seconds(chosen.makespan_s)}",
-            ),
+            *((each.color, each.label) for each in lines),
+            ("rival", f"{reference[0]} (dashed)"),
+            ("chosen", f"chosen: {chosen.planner}, {format_seconds(chosen.makespan_s)}"),
         ),
-        height=520.0,
+        height=420.0,
     )
 
 
@@ -302,57 +292,6 @@ def _panel(marks: Sequence[Mark], label: str, note: str = "") -> Panel:
         return Panel(tuple(marks), label, low / 1.1, high * 1.1, log=True, note=note)
     margin = 0.06 * (high - low)
     return Panel(tuple(marks), label, low - margin, high + margin, note=note)
-
-
-def chain_trade_off_chart(
-    chosen: ChainPlan, curves: dict[str, Sequence[tuple[int, float]]], title: str = ""
-) -> Chart:
-    """Return makespan over peak memory for a chain's planners.
-
-    Parameters
-    ----------
-    chosen : ChainPlan
-        Marked.
-    curves : dict of planner to (peak bytes, seconds)
-        Memory ascending, time falling; as `multistage.memory_curve` returns.
-    """
-    points = [point for curve in curves.values() for point in curve]
-    points.append((chosen.plain_bytes, chosen.plain_s))
-    unit_s, unit = time_unit(max(s for _, s in points))
-    size, bytes_unit = byte_unit(max(peak for peak, _ in points))
-    low, high = min(peak for peak, _ in points) / size, max(peak for peak, _ in points) / size
-    marks: list[Mark] = []
-    legend = []
-    for k, (name, curve) in enumerate(curves.items()):
-        color = _RIVALS[k % len(_RIVALS)]
-        # Until the next point is paid for, the one before is the best there is.
-        steps = tuple((peak / size, s / unit_s) for peak, s in curve)
-        marks.append(Line(name, color, (*steps, (high, steps[-1][1])), step=True))
-        legend.append((color, name))
-    margin = 0.03 * (high - low) or 0.1 * high
-    plain = chosen.plain_s / unit_s
-    marks.insert(
-        0, Line("plain", "rival", ((low - margin, plain), (high + margin, plain)), dashed=True)
-    )
-    marks.append(Point("chosen", "chosen", chosen.peak_bytes / size, chosen.makespan_s / unit_s))
-    panel = _panel(marks, f"makespan ({unit})")
-    return Chart(
-        title=title or f"time and memory of {len(chosen.costs.stages)} stages",
-        panels=(panel,),
-        label=f"peak memory ({bytes_unit})",
-        low=low - margin,
-        high=high + margin,
-        legend=(
-            *legend,
-            ("rival", f"nothing run twice: {format_seconds(chosen.plain_s)} (dashed)"),
-            (
-                "chosen",
-                f"chosen: {chosen.planner}, {format_bytes(chosen.peak_bytes)}, "
-                f"{format_seconds(chosen.makespan_s)}",
-            ),
-        ),
-        height=380.0,
-    )
 
 
 SUBJECTS: tuple[Subject, ...] = get_args(Subject)
@@ -389,21 +328,25 @@ def run_chart(plan: Plan, run: Simulation, title: str = "") -> Chart:
 
 def _trade_off(plan: Plan) -> Chart:
     """Return time over memory, for a plan and its rivals."""
-    if isinstance(plan, UniformPlan):
-        names = _planners(plan)
-        curves = trade_off(plan.costs, plan.n_steps, names, also=plan.slots)
-        return trade_off_chart(plan, dict(curves))
-    assert isinstance(plan, ChainPlan)
+    costs, most = plan.costs, float(plan.peak_bytes)
+    if isinstance(costs, Costs):
+        # The planner and its rivals, those that PLANNERS knows; the planner is drawn first.
+        names = [plan.planner, *(rival.planner for rival in plan.candidates), *RANKED]
+        known = [name for name in dict.fromkeys(names) if name in PLANNERS]
+        plans = trade_off(costs, plan.n_steps, known, also=plan.slots)
+        bounds = {p.memory_bytes: p.lower_bound_s for each in plans.values() for p in each}
+        curves = {
+            name: [(float(p.memory_bytes or 0), p.makespan_s) for p in each]
+            for name, each in plans.items()
+        }
+        lower = [(float(nbytes or 0), s) for nbytes, s in sorted(bounds.items()) if s is not None]
+        return trade_off_chart(plan, curves, ("lower bound", lower))
     planners: tuple[Literal["optimal", "revolve"], ...] = ("optimal", "revolve")
-    return chain_trade_off_chart(
-        plan, {planner: memory_curve(plan.costs, planner) for planner in planners}
-    )
-
-
-def _planners(plan: UniformPlan) -> list[str]:
-    """Return the planner and its rivals, those that PLANNERS knows."""
-    names = [plan.planner, *(rival.planner for rival in plan.candidates), *RANKED]
-    return [name for name in dict.fromkeys(names) if name in PLANNERS]
+    found: dict[str, Curve] = {planner: memory_curve(costs, planner) for planner in planners}
+    ends = [nbytes for curve in found.values() for nbytes, _ in curve]
+    plain = [(nbytes, plan.plain_s) for nbytes in (min(most, *ends), plan.plain_bytes)]
+    name = f"nothing run twice: {format_seconds(plan.plain_s)}"
+    return trade_off_chart(plan, found, (name, plain))
 
 
 def draw_plan(plan: Plan, path: str | Path, subject: Subject) -> None:
@@ -432,7 +375,7 @@ def plan_parts(plan: Plan, run: Simulation | None = None) -> list[Part]:
         *_beside(plan),
     ]
     if plan.n_steps > MOST_STEPS:
-        text = f"Schedules of more than {MOST_STEPS} {plan.UNIT} are not drawn."
+        text = f"Schedules of more than {MOST_STEPS} {plan.costs.UNIT} are not drawn."
         return [*parts, Paragraph(text, "soft")]
     shown = run or course_of(plan)[1]
     parts += [
@@ -444,7 +387,7 @@ def plan_parts(plan: Plan, run: Simulation | None = None) -> list[Part]:
     ]
     if plan.n_steps <= _CURVE_STEPS:
         parts += [Heading("Time against memory"), Picture(_trade_off(plan))]
-    return parts if isinstance(plan, UniformPlan) else [*parts, *_stages(plan)]
+    return [*parts, *_stages(plan)]
 
 
 SCHEDULE_CAPTION = (
@@ -462,11 +405,11 @@ def _cards(plan: Plan, run: Simulation | None) -> list[tuple[str, str, str]]:
         (
             "recompute factor",
             f"{plan.recompute_factor:.3f}",
-            f"{plan.forward_steps} forward {plan.UNIT}",
+            f"{plan.forward_steps} forward {plan.costs.UNIT}",
         ),
         ("peak fast memory", format_bytes(plan.peak_bytes), f"of {limit}"),
     ]
-    if isinstance(plan, ChainPlan):
+    if plan.actions:
         slower = plan.makespan_s / plan.plain_s - 1 if plan.plain_s else 0.0
         entries += [
             (
@@ -476,11 +419,10 @@ def _cards(plan: Plan, run: Simulation | None) -> list[tuple[str, str, str]]:
             ),
             ("tapes kept", f"{len(plan.kept)}", f"of {plan.n_steps}"),
         ]
-    if plan.tiers or isinstance(plan, UniformPlan):
-        entries += [
-            ("written, read", f"{plan.writes}, {plan.reads}", "to and from slow tiers"),
-            ("stalls", format_seconds(plan.stall_s), "waiting for transfers"),
-        ]
+    entries += [
+        ("written, read", f"{plan.writes}, {plan.reads}", "to and from slow tiers"),
+        ("stalls", format_seconds(plan.stall_s), "waiting for transfers"),
+    ]
     if run is not None:
         more = f"{100 * (run.makespan_s / plan.makespan_s - 1):+.2f} % to the prediction"
         entries.insert(1, ("makespan, simulated", format_seconds(run.makespan_s), more))
@@ -490,78 +432,33 @@ def _cards(plan: Plan, run: Simulation | None) -> list[tuple[str, str, str]]:
 
 def _beside(plan: Plan) -> list[Part]:
     """Return a plan's alternatives, and the costs that all of them are predicted by."""
-    if isinstance(plan, UniformPlan):
-        return [
-            Paragraph("\n".join(text for text in (plan.note, plan.why) if text)),
-            Heading("Planners compared"),
-            _candidates(plan),
-            Heading("Costs assumed"),
-            _costs(plan),
-        ]
-    assert isinstance(plan, ChainPlan)
-    if plan.tier is None:
-        return []
+    costs = [*plan.costs.facts(), *(f"tier {tier}" for tier in plan.tiers)]
+    parts: list[Part] = [Paragraph("\n".join(text for text in (plan.note, plan.why) if text))]
     return [
-        Heading("Beside its alternatives"),
-        Paragraph(f"tier {plan.tier}", "soft"),
-        Table(("", "time", "difference"), plan.comparison(), marked=0),
+        *parts,
+        Heading("Planners compared"),
+        _candidates(plan),
+        Paragraph("\n".join(costs), "soft"),
     ]
 
 
-def _candidates(plan: UniformPlan) -> Table:
-    plans = sorted(plan.candidates or (plan,), key=lambda each: each.makespan_s)
+def _candidates(plan: Plan) -> Table:
+    plans = plan.ranked()
     rows = [each.row() for each in plans]
     marked = next((k for k, each in enumerate(plans) if each.planner == plan.planner), None)
     return Table(list(rows[0]), [list(row.values()) for row in rows], marked=marked)
 
 
-def _costs(plan: UniformPlan) -> Table:
-    costs = plan.costs
-    rows = [
-        ("forward step (T_A)", format_seconds(costs.forward_step_s)),
-        ("adjoint step (T_B)", format_seconds(costs.turn_s)),
-        ("state", format_bytes(costs.state_bytes)),
-    ]
-    for tier in costs.tiers:
-        rows += [
-            (f"{tier.name}: write (T_W)", format_seconds(tier.write_s)),
-            (f"{tier.name}: read (T_R)", format_seconds(tier.read_s)),
-        ]
-    return Table(("cost", "assumed"), rows)
-
-
 def _stages(plan: Plan) -> list[Part]:
-    """Return what becomes of each stage of a chain."""
-    assert isinstance(plan, ChainPlan)
-    headers = ("stage", "forward sweep", "runs", "tape", "output", "forward", "backward")
-    rows = [
-        (
-            f"{number}  {stage.name}",
-            what,
-            runs,
-            format_bytes(stage.tape_bytes),
-            format_bytes(stage.output_bytes),
-            format_seconds(stage.forward_s),
-            format_seconds(stage.backward_s),
-        )
-        for number, (stage, what, runs) in enumerate(
-            zip(plan.costs.stages, plan.fates(), plan.runs(), strict=True)
-        )
-    ]
-    return [Heading("Stages"), Table(headers, rows)]
+    """Return what becomes of each stage of a listed schedule."""
+    return [Heading("Stages"), Table(*plan.stage_rows())] if plan.actions else []
 
 
 def brief_parts(plan: Plan) -> list[Part]:
     """Return what a notebook's cell shows of a plan."""
-    parts: list[Part] = [Paragraph(plan.summary())]
-    light = _LIGHT_STAGES
-    if isinstance(plan, UniformPlan):
-        light = _LIGHT_STEPS
-        bound = f"lower bound {format_seconds(plan.lower_bound_s)}\n{plan.note}"
-        parts += [_candidates(plan), Paragraph(bound)]
-    if plan.n_steps <= light:
-        parts.append(Picture(schedule_chart(plan, " ")))
-        parts += [] if isinstance(plan, UniformPlan) else _stages(plan)
+    parts: list[Part] = [Paragraph(plan.summary()), _candidates(plan), Paragraph(plan.note)]
+    if plan.n_steps <= (_LIGHT_STAGES if plan.actions else _LIGHT_STEPS):
+        parts += [Picture(schedule_chart(plan, " ")), *_stages(plan)]
     return parts
 
 

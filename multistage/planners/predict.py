@@ -9,7 +9,7 @@ from ..actions import Schedule
 from ..model.costs import Costs
 from ..model.tier import Tier
 from ..schedule.simulation import Simulation, simulate
-from .uniform import UniformPlan
+from .base import Plan
 
 # Steps that are simulated in full: some 20 000 actions, a tenth of a second.
 SIMULATED_STEPS = 4096
@@ -93,7 +93,7 @@ def counted_plan(
     *,
     note: str,
     parameters: Mapping[str, float | int | str] | None = None,
-) -> UniformPlan:
+) -> Plan:
     """Return the plan of a schedule whose actions are counted.
 
     Exact; with `costs.action_s`, which not even the actions of a slot are
@@ -102,7 +102,7 @@ def counted_plan(
     # Get, Await, Load, Free and Drop against the Save, Load and Free of a slot.
     actions = ACTIONS_PER_STEP * n_steps + 2 * (sum(counts.writes) + sum(counts.reads))
     use = with_actions(counts.take(costs, n_steps, actions), make, costs, slots, n_steps)
-    return UniformPlan.predicted(
+    return Plan.predicted(
         planner, costs, slots, n_steps, make, use, note=note, parameters=parameters
     )
 

@@ -1,6 +1,6 @@
 """The planners by name, the choice between them, and what more memory would gain.
 
-Every planner is a pure function `(costs, slots, n_steps) -> UniformPlan`; `PLANNERS`
+Every planner is a pure function `(costs, slots, n_steps) -> Plan`; `PLANNERS`
 holds them by name, `plan` ranks them by predicted makespan.
 
 Examples
@@ -17,16 +17,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import lru_cache, wraps
+from typing import ParamSpec, get_args
 
+from .. import native
 from ..errors import ArgumentError, BudgetError
 from ..model.budget import Budget
 from ..model.costs import Costs
+from ..model.stages import StageCosts
+from ..model.tier import Tier
 from ..support.progress import counting
 from ..support.units import format_seconds
 from ..support.values import several, shown, whole
+from .base import Plan, Planner, require_steps
+from .chain.at_once import ChainPlanner
+from .chain.joint_bound import joint_lower_bound
+from .chain.table import default_threads
+from .files import actions_from_lists
 from .single.revolve import pyrevolve, revolve
 from .single.segments import periodic, recursive, store_all
 from .streaming.interval import interval
@@ -36,14 +45,46 @@ from .synchronous.hierarchy import disk_revolve, h_revolve, worth_ranking
 from .synchronous.mixed import mixed, worth_trying
 from .synchronous.periodic_disk import periodic_disk
 from .synchronous.stumm_walther import stumm_walther
-from .uniform import Planner, UniformPlan, require_costs, require_steps, sealing
+
+P = ParamSpec("P")
+
+
+def sealing(planner: Callable[P, Plan]) -> Callable[P, Plan]:
+    """Return a planner of this package whose plans are sealed, see `Plan.sealed`.
+
+    What is sealed must have been tested: the tests run every planner of
+    `PLANNERS` through `check`.
+    """
+
+    @wraps(planner)
+    def sealed(*args: P.args, **kwargs: P.kwargs) -> Plan:
+        made = planner(*args, **kwargs)
+        return replace(made, seal=made._vouched())
+
+    return sealed
+
+
+def require_costs(costs: Costs) -> None:
+    """Raise ArgumentError unless these are costs of uniform steps."""
+    if not isinstance(costs, Costs):
+        raise ArgumentError(
+            f"costs={shown(costs)} must be multistage.Costs; for stages that differ there is "
+            "plan_chain"
+        )
+    for tier in costs.tiers:
+        if tier.shared:
+            raise ArgumentError(
+                f"tier {shown(tier.name)} is one channel for both directions (shared), planners of "
+                "steps that are alike count on two; leave shared out, or plan "
+                "StageCosts.uniform(...) by plan_chain"
+            )
 
 
 def _checked(planner: Planner) -> Planner:
     """Return the planner with its arguments checked, NumPy's integers made Python's."""
 
     @wraps(planner)
-    def checked(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+    def checked(costs: Costs, slots: int, n_steps: int | None) -> Plan:
         require_costs(costs)
         return planner(costs, whole(slots, "slots", 1), n_steps)
 
@@ -82,7 +123,7 @@ def plan(
     *,
     buffer_bytes: int = 0,
     progress: bool | None = None,
-) -> UniformPlan:
+) -> Plan:
     """Choose a schedule and predict it.
 
     Parameters
@@ -102,7 +143,7 @@ def plan(
 
     Returns
     -------
-    UniformPlan
+    Plan
         With `candidates` and `why` when ranked.
 
     Raises
@@ -131,7 +172,7 @@ def plan(
                 f"choose 'auto' or one of {', '.join(PLANNERS)}"
             )
         return PLANNERS[planner](costs, slots, n)
-    plans: list[UniformPlan] = []
+    plans: list[Plan] = []
     refused: list[str] = []
     names = (
         *RANKED,
@@ -161,7 +202,7 @@ def _over_tiers(costs: Costs, slots: int, n_steps: int) -> tuple[str, ...]:
     return (*(("h-revolve", "stumm-walther") if solved else ()), "periodic-disk")
 
 
-def _why(plans: list[UniformPlan]) -> str:
+def _why(plans: list[Plan]) -> str:
     best = plans[0]
     if len(plans) == 1:
         return f"Chosen: {best.planner}, the only planner that fits the budget."
@@ -176,30 +217,68 @@ def _why(plans: list[UniformPlan]) -> str:
     return f"{head}: {saved} ({100 * faster:.2g} %) less than {second.planner}."
 
 
-def read_uniform(data: Mapping[str, object]) -> UniformPlan:
-    """Return the plan that `UniformPlan.to_dict` described, planned again.
+def read_plan(data: Mapping[str, object]) -> Plan:
+    """Return the plan that `Plan.to_dict` described: planned again, or its actions judged again.
 
-    The schedule of a `UniformPlan` follows from its planner, costs, slots and number of
-    steps; nothing else in the data counts.
+    A schedule that is not listed follows from its planner, costs, memory and number of steps;
+    nothing else in the data counts.
 
     Raises
     ------
     ArgumentError
-        Naming what is missing or wrong; for a planner that is none of `PLANNERS`.
+        Naming what is wrong; for a planner that is not known.
+    ScheduleError
+        Naming the first action that is illegal or exceeds `memory_bytes`.
     """
-    UniformPlan.require(data, ("planner", "costs", "slots", "n_steps"))
-    planner, costs = data["planner"], Costs.from_dict(data["costs"])
-    slots, n_steps = whole(data["slots"], "slots"), whole(data["n_steps"], "n_steps", 1)
+    planner, memory = data["planner"], data["memory_bytes"]
+    memory = None if memory is None else whole(memory, "memory_bytes")
+    if data["actions"]:
+        return _read_listed(data, memory)
+    costs, n_steps = Costs.from_dict(data["costs"]), whole(data["n_steps"], "n_steps", 1)
     if not isinstance(planner, str) or planner not in PLANNERS:
         raise ArgumentError(
             f"planner {shown(planner)} is none of {', '.join(PLANNERS)}; "
             "its schedule is not in the file"
         )
+    slots = whole(memory, "memory_bytes") // costs.state_bytes
     if data.get("candidates"):
         found = plan(costs, f"{slots} slots", n_steps, progress=False)
         if found.planner == planner:
             return found
     return PLANNERS[planner](costs, slots, n_steps)
+
+
+def _read_listed(data: Mapping[str, object], memory: int | None) -> Plan:
+    """Return a plan whose actions are listed, and the candidates that it was chosen from."""
+    planner, costs = data["planner"], StageCosts.from_dict(data["costs"])
+    if not isinstance(planner, str) or planner not in get_args(ChainPlanner):
+        raise ArgumentError(
+            f"planner {shown(planner)} is not known; it is one of {get_args(ChainPlanner)}"
+        )
+    tiers = data["tiers"]
+    if not isinstance(tiers, list) or len(tiers) > 1:
+        raise ArgumentError(f"tiers={shown(tiers)} must be a list of one tier, or empty")
+    tier = Tier.from_dict(tiers[0]) if tiers else None
+
+    def judged(each: object) -> Plan:
+        if not isinstance(each, dict) or not isinstance(each.get("planner"), str):
+            raise ArgumentError(f"candidate {shown(each)} must name its planner")
+        actions = actions_from_lists(each.get("actions"))
+        return Plan.judged(each["planner"], costs, memory, actions, tier)
+
+    candidates = data.get("candidates") or []
+    if not isinstance(candidates, list):
+        raise ArgumentError(f"candidates={shown(candidates)} must be a list of plans")
+    return replace(judged(data), candidates=tuple(map(judged, candidates)))
+
+
+@lru_cache(maxsize=64)
+def chain_bound_s(costs: StageCosts, memory_bytes: int | None, tier: Tier) -> float | None:
+    """Return a lower bound of a chain with a tier; None without the C core."""
+    if native.LIBRARY is None:
+        return None
+    found = joint_lower_bound(costs, memory_bytes, tier, threads=default_threads())
+    return found if math.isfinite(found) else None
 
 
 def trade_off(
@@ -210,7 +289,7 @@ def trade_off(
     slots: Iterable[int] | None = None,
     also: int | None = None,
     progress: bool | None = None,
-) -> dict[str, tuple[UniformPlan, ...]]:
+) -> dict[str, tuple[Plan, ...]]:
     """Return the plans of each planner for a range of fast slots.
 
     Parameters
@@ -261,7 +340,7 @@ def trade_off(
         chosen.add(whole(also, "also", 1))
     if not chosen:
         raise ArgumentError("slots=[] must hold at least one number of slots")
-    curves: dict[str, tuple[UniformPlan, ...]] = {}
+    curves: dict[str, tuple[Plan, ...]] = {}
     with counting("trade-off", len(names) * len(chosen), progress, " plans") as tick:
         for name in names:
             found = []

@@ -21,8 +21,8 @@ from ..model.budget import Budget
 from ..model.chain import Chain, FunctionChain
 from ..model.costs import NOT_KEPT, Costs
 from ..model.stages import StageCosts
-from ..planners import PLANNERS, Planner, UniformPlan
-from ..planners.uniform import require_steps
+from ..planners import PLANNERS, Plan, Planner
+from ..planners.base import require_steps
 from ..states.in_place import ArrayStates
 from ..states.layout import Array, Layout
 from ..states.slots import States
@@ -52,7 +52,7 @@ class Agreement(Protocol):
         """
         ...
 
-    def planned(self, make: Callable[[], UniformPlan], /) -> UniformPlan:
+    def planned(self, make: Callable[[], Plan], /) -> Plan:
         """Return the plan that `make` returns; raise on all ranks unless it is the same."""
         ...
 
@@ -111,7 +111,7 @@ class Arguments(Generic[State, Adjoint]):
         tape_step: Callable[[State, int], tuple[State, object]] | None = None,
         memory: Budget | int | str | None = None,
         tiers: Tiers | None = None,
-        planner: str | UniformPlan | Planner = "auto",
+        planner: str | Plan | Planner = "auto",
         costs: Costs | StageCosts | None = None,
         checked: bool = False,
         states: States[State, Array, Layout] | None = None,
@@ -131,8 +131,8 @@ class Arguments(Generic[State, Adjoint]):
         chain = chain_of(chain, adjoint_step, tape_step)
         watched = Checked(chain) if checked and states is None else None
         chain = watched or chain
-        _require_kinds(costs, durable)
-        if isinstance(planner, UniformPlan):
+        _require_kinds(costs, durable, planner)
+        if isinstance(planner, Plan):
             n_steps = planner.n_steps if n_steps is None else n_steps
             memory = Budget(slots=planner.slots) if memory is None else memory
             costs = planner.costs if costs is None else costs
@@ -225,8 +225,13 @@ def _checked_budget(memory: Budget | int | str | None) -> Budget:
     return found
 
 
-def _require_kinds(costs: object, durable: object) -> None:
-    """Raise ArgumentError for costs or a durable folder of another type."""
+def _require_kinds(costs: object, durable: object, planner: object) -> None:
+    """Raise ArgumentError for costs, a durable folder or a plan of another type."""
+    if isinstance(planner, Plan) and planner.actions:
+        raise ArgumentError(
+            "planner= takes a plan of uniform steps, not one of stages that differ; give its costs "
+            "as costs=, with which the steps are planned"
+        )
     if costs is not None and not isinstance(costs, Costs | StageCosts):
         raise ArgumentError(
             f"costs={shown(costs)} must be Costs, from measure() or made by hand, or "
@@ -313,7 +318,7 @@ def agreeing(costs: Costs, chain: Chain[State, Adjoint]) -> Costs:
     return costs
 
 
-def planner_of(planner: str | UniformPlan | Planner, n_steps: int | None) -> str | Planner:
+def planner_of(planner: str | Plan | Planner, n_steps: int | None) -> str | Planner:
     """Return the name of a planner, or the planner itself.
 
     Raises
@@ -327,9 +332,9 @@ def planner_of(planner: str | UniformPlan | Planner, n_steps: int | None) -> str
                 f"planner {planner!r} is not known; choose 'auto' or one of {', '.join(PLANNERS)}"
             )
         return planner
-    if not isinstance(planner, UniformPlan):
+    if not isinstance(planner, Plan):
         if not callable(planner):
-            raise ArgumentError(f"planner={planner!r} must be a name, a UniformPlan or a callable")
+            raise ArgumentError(f"planner={planner!r} must be a name, a Plan or a callable")
         return planner
     made = planner
     if made.n_steps != n_steps:
@@ -339,7 +344,7 @@ def planner_of(planner: str | UniformPlan | Planner, n_steps: int | None) -> str
 
 def planned(
     planner: Callable[[Costs, int, int], object], costs: Costs, slots: int, n_steps: int
-) -> UniformPlan:
+) -> Plan:
     """Return the plan of a user's planner, for these steps and within these slots.
 
     Raises
@@ -350,10 +355,11 @@ def planned(
         If the plan takes more slots.
     """
     made = planner(costs, slots, n_steps)
-    if not isinstance(made, UniformPlan):
-        raise ArgumentError(
-            f"the planner returned {type(made).__name__}; it must return a UniformPlan"
-        )
+    if not isinstance(made, Plan):
+        raise ArgumentError(f"the planner returned {type(made).__name__}; it must return a Plan")
+    theirs = made.costs
+    if not isinstance(theirs, Costs):
+        raise ArgumentError("the planner returned a plan of stages; it must plan uniform steps")
     if made.n_steps != n_steps:
         raise ArgumentError(f"the plan is for {made.n_steps} steps, not n_steps={n_steps}")
     if made.slots > slots:
@@ -361,7 +367,6 @@ def planned(
             f"the plan takes {made.slots} fast slots, the budget holds {slots}; "
             "raise the budget or plan again"
         )
-    theirs = made.costs
     if theirs.state_is_tape != costs.state_is_tape:
         kinds = {True: "a state is its own tape", False: "steps make tapes"}
         raise ArgumentError(

@@ -12,7 +12,7 @@ from ..errors import ArgumentError, StateError, StoreError
 from ..execute.executor import Executor, without_frames
 from ..execute.ledger import Counts
 from ..execute.metered import LargerThanPlanned
-from ..planners import UniformPlan
+from ..planners import Plan
 from ..report import Report, TierUse
 from ..support.progress import Bars
 from .arguments import Arguments
@@ -23,7 +23,7 @@ from .uniform import Uniform
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
-Drawn = Callable[[], UniformPlan]  # a plan, made when it is asked for
+Drawn = Callable[[], Plan]  # a plan, made when it is asked for
 
 
 _PREPARED = "; prepare(), with a state of another layout, has ended the sweep: call forward() again"
@@ -76,7 +76,7 @@ class Sweeps(Generic[State, Adjoint]):
             self.steps = Unequal(given, self._opened, self.bars)
 
     @property
-    def plan(self) -> UniformPlan | None:
+    def plan(self) -> Plan | None:
         """The plan of the last sweep; of one of unknown length it is made when asked for."""
         return None if self._drawn is None else self._drawn()
 
@@ -105,7 +105,7 @@ class Sweeps(Generic[State, Adjoint]):
         if self.executor is not None:
             self.executor.let_go()
 
-    def prepare(self, state: State) -> UniformPlan:
+    def prepare(self, state: State) -> Plan:
         """Measure, plan and open the tier, as the first `forward` would; return the plan."""
         self._opened.require_own()
         try:

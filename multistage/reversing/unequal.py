@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Generic, TypeVar
 
 from .. import native
@@ -34,17 +33,15 @@ from ..model.chain import Chain
 from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..model.tier import Tier
-from ..planners.chain.heterogeneous import ChainPlan
+from ..planners import Plan
 from ..planners.chain.joint_core import require_core
 from ..planners.chain.pieces import PersistentPlanner, chain_plan, survey
-from ..planners.uniform import UniformPlan
 from ..schedule.rules import Rules
 from ..schedule.timeline import Timeline
 from ..states.in_place import VariedStates
 from ..states.layout import Layout
 from ..support.progress import Bars
 from .arguments import Arguments, one_tape
-from .described import described
 from .opened import OpenStores
 from .streamed import (
     MOST_STREAMED,
@@ -90,11 +87,6 @@ def agreeing(costs: StageCosts, chain: Chain[State, Adjoint], n_steps: int) -> S
     return of_chain(costs, chain)
 
 
-def largest_state(costs: StageCosts) -> int:
-    """Return the bytes of the largest state that may be kept: any but the last."""
-    return max(1, costs.input_bytes, *(stage.output_bytes for stage in costs.stages[:-1]))
-
-
 class Unequal(Generic[State, Adjoint]):
     """Costs, plan and executor of a reversal whose steps differ.
 
@@ -108,7 +100,7 @@ class Unequal(Generic[State, Adjoint]):
     ----------
     costs : StageCosts or None
         As given or measured.
-    chain_plan : ChainPlan or None
+    plan : Plan or None
         Of the next sweep; None if it is to be surveyed.
     stale : bool
         Whether the plan is to be made again, by other costs.
@@ -129,7 +121,7 @@ class Unequal(Generic[State, Adjoint]):
         chain = given.chain
         self.states = VariedStates(chain.in_place)
         self.metered = Metered(chain, self.states)
-        self.chain_plan: ChainPlan | None = None
+        self.plan: Plan | None = None
         self.stale = False
         self.tier: Store | None = None
         self.late: Late | None = None
@@ -157,16 +149,17 @@ class Unequal(Generic[State, Adjoint]):
 
     def _room(self, costs: StageCosts) -> int:
         """Return the bytes for kept states and tapes.  Raises BudgetError."""
-        largest = largest_state(costs)
+        largest = costs.largest_state_bytes
         store = self._store
         buffers = 0 if store is None else store.buffer_bytes(Layout.up_to(largest))
         slots = self._budget.slots_for(largest, buffers)
         return slots * largest if self._budget.bytes is None else self._budget.bytes - buffers
 
     @property
-    def drawn(self) -> Callable[[], UniformPlan] | None:
-        """Returns the plan of the next sweep as one of uniform steps; None if it surveys."""
-        return None if self.chain_plan is None else partial(described, self.chain_plan)
+    def drawn(self) -> Callable[[], Plan] | None:
+        """Returns the plan of the next sweep; None if it surveys."""
+        plan = self.plan
+        return None if plan is None else lambda: plan
 
     def prepare(
         self, state: State, executor: Executor[State, Adjoint] | None, *, sweeps: bool = False
@@ -195,15 +188,15 @@ class Unequal(Generic[State, Adjoint]):
         StoreError
             If the tier cannot be used.
         """
-        if self.chain_plan is None or self.stale:
+        if self.plan is None or self.stale:
             # The tier is measured, and opened for states of other sizes.
             self._opened.close_stores()
         self._begin(state)
         tier = self.tier
         stores: tuple[Store, ...] = () if tier is None else (tier,)
         if tier is not None:
-            assert self.chain_plan is not None
-            self._opened.open(stores, largest_of(self.chain_plan.costs))
+            assert self.plan is not None
+            self._opened.open(stores, largest_of(self.plan.stage_costs))
         if executor is None or executor.stores != stores:
             executor = Executor(
                 self._bars.watch(self.metered, self._mean_step_s),
@@ -225,7 +218,7 @@ class Unequal(Generic[State, Adjoint]):
                 raise
             self.forget()  # another state 0 than before
             self.metered.begin(state)
-        if (self.chain_plan is None or self.stale) and self.costs is not None:
+        if (self.plan is None or self.stale) and self.costs is not None:
             self._make_plan(self.costs)
 
     def plan_by(self, costs: StageCosts) -> None:
@@ -240,18 +233,18 @@ class Unequal(Generic[State, Adjoint]):
             if self._rates is None:
                 self._rates = self._first_rates = measured_rates(store, probe_bytes(costs))
             rates = bounded(self._rates, store, costs)
-        self.chain_plan, self.stale = chain_plan(costs, room, self._planner, rates), False
-        written = sum(isinstance(action, Put) for action in self.chain_plan.actions)
+        self.plan, self.stale = chain_plan(costs, room, self._planner, rates), False
+        written = sum(isinstance(action, Put) for action in self.plan.actions)
         self.tier = self.late = None
         if written and store is not None:
             # All may be waiting: a plan counts on no write but that of what it evicts.
             store.queue_depth = max(store.queue_depth, written)
             self.tier = store
-            self.late = Late(Stages(self.chain_plan, inside=False))
+            self.late = Late(Stages(self.plan, inside=False))
 
     def forget(self) -> None:
         """Release a plan that does not hold; the next sweep is surveyed."""
-        self.chain_plan = self.costs = self.metered.costs = self.tier = self.late = None
+        self.plan = self.costs = self.metered.costs = self.tier = self.late = None
 
     def schedule(
         self, is_last: Callable[[int], bool] | None, executor: Executor[State, Adjoint]
@@ -265,8 +258,8 @@ class Unequal(Generic[State, Adjoint]):
         executor : Executor
             What runs it.
         """
-        if self.chain_plan is not None and is_last is None:
-            return self.chain_plan.schedule()
+        if self.plan is not None and is_last is None:
+            return self.plan.schedule()
         if is_last is None:
             is_last = self._is_last
         seen, chain = self.metered.seen, self._chain
@@ -282,14 +275,14 @@ class Unequal(Generic[State, Adjoint]):
 
     def rules(self) -> Rules:
         """Return the machine that judges the actions of the plan, byte by byte."""
-        plan = self.chain_plan
+        plan = self.plan
         assert plan is not None
-        return Rules.in_bytes(plan.costs, plan.memory_bytes, recovers=True)
+        return Rules.in_bytes(plan.stage_costs, plan.memory_bytes, recovers=True)
 
     def judges(self, *, online: bool) -> bool:
         """Whether every action is judged before it is performed."""
         # A survey learns only as it goes what its steps take.
-        return self._checked and self.chain_plan is not None and not online
+        return self._checked and self.plan is not None and not online
 
     def _is_last(self, i: int) -> bool:
         return i == self._n_steps
@@ -320,12 +313,12 @@ class Unequal(Generic[State, Adjoint]):
         total_s = sum(stage.forward_s for stage in self.costs.stages)
         return max(1e-6, total_s / len(self.costs.stages))
 
-    def ended(self, n_steps: int, counts: Counts, timeline: Timeline) -> Callable[[], UniformPlan]:
+    def ended(self, n_steps: int, counts: Counts, timeline: Timeline) -> Callable[[], Plan]:
         """Learn from a sweep that has ended; return what describes it.
 
         Once that is asked, `counts` have the peak that sizes as seen come to.
         """
-        plan = self.chain_plan
+        plan = self.plan
         actions = tuple(self._surveyed) if plan is None else plan.actions
         left = 0
         if self.late is not None and self.late.why:
@@ -333,12 +326,12 @@ class Unequal(Generic[State, Adjoint]):
             left = self.late.course.peak_bytes
         seen = self._learn(n_steps, timeline)
 
-        def made() -> UniformPlan:
-            as_seen = ChainPlan.judged(
+        def made() -> Plan:
+            as_seen = Plan.judged(
                 "survey", seen, None, actions, None if plan is None else plan.tier
             )
-            found = described(plan or as_seen)
-            counts.peak_slots = (left or as_seen.peak_bytes) / found.costs.state_bytes
+            found = plan or as_seen
+            counts.peak_slots = (left or as_seen.peak_bytes) / found.costs.mean().state_bytes
             return found
 
         return made
@@ -424,8 +417,8 @@ def faster_plan(
     )
     made = Unequal(given, opened, bars)
     made.plan_by(costs)
-    assert made.chain_plan is not None
-    return made if made.chain_plan.makespan_s * _WORTH < taken_s else None
+    assert made.plan is not None
+    return made if made.plan.makespan_s * _WORTH < taken_s else None
 
 
 def _recorded(schedule: Schedule, into: list[Action]) -> Schedule:

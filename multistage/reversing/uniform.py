@@ -32,10 +32,10 @@ from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import NOT_KEPT, Costs
 from ..model.tier import Tier
-from ..planners import PLANNERS, UniformPlan, online_schedule, plan
+from ..planners import PLANNERS, Plan, online_schedule, plan
 from ..planners.chain.pieces import MOST_AT_ONCE
+from ..planners.ranking import sealing
 from ..planners.streaming.online import durable_online_schedule, durable_plan, resumed_schedule
-from ..planners.uniform import sealing
 from ..schedule.rules import Rules, each_judged
 from ..schedule.timeline import Timeline
 from ..states.layout import Layout
@@ -67,7 +67,7 @@ class Uniform(Generic[State, Adjoint]):
     ----------
     costs : Costs or None
         As given, measured or corrected; the next sweep is planned with them.
-    plan : UniformPlan or None
+    plan : Plan or None
         Of the next sweep; None if its length is unknown.
     resumed : Resumed or None
         What an earlier process left of the sweep in progress.
@@ -76,7 +76,7 @@ class Uniform(Generic[State, Adjoint]):
     def __init__(self, given: Arguments[State, Adjoint], opened: OpenStores, bars: Bars) -> None:
         self._arguments, self._opened, self._bars = given, opened, bars
         self.costs = given.costs
-        self.plan: UniformPlan | None = None
+        self.plan: Plan | None = None
         self.resumed: Resumed | None = None
         self._sizes_given = given.costs is not None
         self._layout: Layout | None = None
@@ -288,7 +288,7 @@ class Uniform(Generic[State, Adjoint]):
             return plan(costs, Budget(slots=self._slots), n, planner, progress=False).makespan_s
         return planned(planner, costs, self._slots, n).makespan_s
 
-    def _planned(self, costs: Costs, n_steps: int) -> UniformPlan:
+    def _planned(self, costs: Costs, n_steps: int) -> Plan:
         planner, slots = self._arguments.planner, self._slots
         if not isinstance(planner, str):
             return planned(planner, costs, slots, n_steps)
@@ -297,17 +297,17 @@ class Uniform(Generic[State, Adjoint]):
         return plan(costs, Budget(slots=slots), n_steps, planner, progress=self._bars.shown)
 
     @property
-    def drawn(self) -> Callable[[], UniformPlan] | None:
+    def drawn(self) -> Callable[[], Plan] | None:
         """Returns the plan of the next sweep; None if its length is unknown."""
         plan = self.plan
         return None if plan is None else lambda: plan
 
-    def plan_of(self, n_steps: int) -> UniformPlan:
+    def plan_of(self, n_steps: int) -> Plan:
         """Return the plan of some number of steps."""
         assert self.costs is not None
         return self._planned(self.costs, n_steps)
 
-    def in_hindsight(self, n_steps: int) -> Callable[[], UniformPlan]:
+    def in_hindsight(self, n_steps: int) -> Callable[[], Plan]:
         """Return a function that plans a sweep of unknown length by its length."""
         assert self.costs is not None
         return partial(PLANNERS["online"], self.costs, self._slots, n_steps)
@@ -408,7 +408,7 @@ class Uniform(Generic[State, Adjoint]):
 
     # ------------------------------------------------------------------ learning
 
-    def ended(self, n_steps: int, counts: Counts, timeline: Timeline) -> Callable[[], UniformPlan]:
+    def ended(self, n_steps: int, counts: Counts, timeline: Timeline) -> Callable[[], Plan]:
         """Learn from a sweep that has ended; return what makes its plan.
 
         The gradient is known by now: nothing here takes long enough for a Ctrl-C to lose it,

@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 
 from ..backends.urls import Tiers
 from ..errors import ArgumentError
-from ..planners.chain.heterogeneous import ChainPlan, ChainPlanner
+from ..planners import Plan
+from ..planners.chain.heterogeneous import ChainPlanner
 from .adopting import InFront, YieldingProperty, adopt, yielding
 from .measurement.checking import Check, Checked, checked_choice
 from .planning.limited import Limited, LimitedModule, whole
@@ -166,9 +167,9 @@ class Compiled(InFront):
 
     Attributes
     ----------
-    plan : ChainPlan or None
+    plan : Plan or None
         The plan used last; None before the first.
-    plans : list of ChainPlan
+    plans : list of Plan
         Those of all captured graphs, each the one it used last; the latest last.
     checked : Checked or None
         The result of the check for the plan used last.
@@ -217,13 +218,13 @@ class Compiled(InFront):
         return result
 
     @YieldingProperty
-    def plan(self) -> ChainPlan | None:
+    def plan(self) -> Plan | None:
         """Return the plan used last; None before the first."""
         chains = vars(self)["_multistage_used"].chains
         return chains[-1]._multistage.plan if chains else None
 
     @YieldingProperty
-    def plans(self) -> list[ChainPlan]:
+    def plans(self) -> list[Plan]:
         """Return the plans of all captured graphs, the latest last."""
         used: Used = vars(self)["_multistage_used"]
         found = [chain._multistage.plan for chain in used.chains]

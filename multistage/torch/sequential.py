@@ -11,7 +11,8 @@ from torch import nn
 from ..backends.urls import Tiers, open_store, tier_names
 from ..errors import ArgumentError
 from ..model.stages import StageCosts
-from ..planners.chain.heterogeneous import ChainPlan, ChainPlanner
+from ..planners import Plan
+from ..planners.chain.heterogeneous import ChainPlanner
 from ..planners.chain.joint_core import require_core
 from .adopting import YieldingProperty, adopt, yielding
 from .environment.states import tensors_in
@@ -77,7 +78,7 @@ class Sequential(LimitedModule):
 
     Attributes
     ----------
-    plan : ChainPlan or None
+    plan : Plan or None
         The plan used last; None before the first.
     checked : Checked or None
         The result of the check for that plan, and the seconds it took.
@@ -198,7 +199,7 @@ class Sequential(LimitedModule):
     # ---------------------------------------------------------------- settings
 
     @YieldingProperty
-    def plan(self) -> ChainPlan | None:
+    def plan(self) -> Plan | None:
         """The plan used last; None before the first."""
         return self._multistage.plan
 
@@ -230,7 +231,7 @@ class Sequential(LimitedModule):
     # --------------------------------------------------------------- planning
 
     @yielding
-    def prepare(self, *sample_input: object, **named: object) -> ChainPlan:
+    def prepare(self, *sample_input: object, **named: object) -> Plan:
         """Profile and plan for inputs like this one; return the plan.
 
         Takes what the chain is called with.  Where `torch.distributed` is at

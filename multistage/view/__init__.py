@@ -1,6 +1,6 @@
 """Pictures and pages of plans and runs.
 
-`timeline` says what a picture of a run shows, `planners/pictures/` what those of plans
+`timeline` says what a picture of a run shows, `planners/pages.py` what those of plans
 show, as a `chart`; `svg` draws it; `page` holds the parts of pages, which the templates make
 HTML.  Users reach them as methods: `picture`, `save` and `_repr_html_` of plans and reports.
 """

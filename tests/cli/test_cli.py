@@ -14,9 +14,8 @@ from multistage.cli import main, parser
 from multistage.model.costs import Costs
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
-from multistage.planners import plan
+from multistage.planners import Plan, plan
 from multistage.planners.chain.heterogeneous import plan_chain
-from multistage.planners.chain.plan import ChainPlan
 
 TIMES = ["--forward-step=1ms", "--reverse-step=2ms"]
 STEPS = ["--n-steps=300", "--memory=20 slots"]
@@ -299,7 +298,7 @@ def test_a_chain_with_a_tier_is_planned_drawn_and_read_back(tmp_path, capsys) ->
     assert main(["plan", f"--load={tmp_path / 'plan.json'}"]) == 0
     assert capsys.readouterr().out.splitlines() == text.splitlines()[:-3]
     assert main([*options, "--rates=write=90kB/s", "--json"]) == 0
-    assert ChainPlan.from_dict(json.loads(capsys.readouterr().out)).tier is not None
+    assert Plan.from_dict(json.loads(capsys.readouterr().out)).tier is not None
 
 
 def test_a_plan_of_steps_is_kept_in_a_file(tmp_path, capsys) -> None:

@@ -43,7 +43,7 @@ from multistage.execute.executor import Executor
 from multistage.model.chain import FunctionChain, InPlaceChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
-from multistage.planners import PLANNERS, UniformPlan
+from multistage.planners import PLANNERS, Plan
 from multistage.schedule.rules import Rules, check
 from multistage.schedule.simulation import simulate
 from multistage.states.layout import Layout
@@ -63,7 +63,7 @@ answer = cache(store_all)
 
 def planned(
     planner: str, chain: str = "nested", *, tier: bool = True, n: int = N, slots: int = 6
-) -> UniformPlan:
+) -> Plan:
     """Return a plan in few slots, or in as many as it takes."""
     transfers = (0.5, 0.5) if planner in SYNCHRONOUS else (2.5, 2.0)  # so that states travel
     costs = Costs(
@@ -82,7 +82,7 @@ def planned(
     raise AssertionError(planner)
 
 
-def run_once(executor: Executor[Any, int], plan: UniformPlan, chain: str, n: int = N) -> None:
+def run_once(executor: Executor[Any, int], plan: Plan, chain: str, n: int = N) -> None:
     """Run one sweep and compare it with store-all."""
     last, adjoint = answer(chain, n)
     state = CHAINS[chain][1]()
@@ -100,7 +100,7 @@ def opened(store: Store, chain: str = "nested", state: Any = None) -> Iterator[S
         store.close()
 
 
-def judged(plan: UniformPlan, n: int | None = N) -> Callable[[], Rules]:
+def judged(plan: Plan, n: int | None = N) -> Callable[[], Rules]:
     costs = plan.costs
     return partial(Rules, n, plan.slots, costs.tape_slots, state_is_tape=costs.state_is_tape)
 
@@ -147,7 +147,7 @@ def test_states_do_travel() -> None:
 # ----------------------------------------------------------------- stores that fail
 
 
-def _faulty_sweep(plan: UniformPlan, chain: str = "nested", **faults: Any) -> FaultyStore:
+def _faulty_sweep(plan: Plan, chain: str = "nested", **faults: Any) -> FaultyStore:
     """Run two sweeps on a store that fails; everything must be exact and judged legal."""
     with opened(FaultyStore(MemoryStore(buffer_bytes=0, queue_depth=8), **faults), chain) as store:
         executor = Executor(

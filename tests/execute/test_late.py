@@ -333,10 +333,10 @@ def test_the_next_sweep_is_planned_for_the_tier_as_it_was() -> None:
         unequal_run(case, MemoryStore(), "2 slots") as run,
     ):
         assert swept(run, case.start()) == case.store_all()
-        assert found and run.chain_plan is not None and run.chain_plan.tier is not None
-        before = run.chain_plan.tier.write_bytes_per_s
+        assert found and run.plan is not None and run.plan.tier is not None
+        before = run.plan.tier.write_bytes_per_s
         assert swept(run, case.start()) == case.store_all()
-        assert run.chain_plan.tier.write_bytes_per_s == pytest.approx(before / 10)
+        assert run.plan.tier.write_bytes_per_s == pytest.approx(before / 10)
 
 
 @by_table

@@ -10,7 +10,7 @@ from typing import Any
 
 import checkpoint_schedules as theirs
 
-from multistage import PLANNERS, Budget, Costs, Tier, UniformPlan, plan
+from multistage import PLANNERS, Budget, Costs, Plan, Tier, plan
 from multistage.actions import (
     Advance,
     Await,
@@ -119,7 +119,7 @@ def planner(case: Case, n: int) -> Any:
             return name
         return plan(given, f"{case.slots} slots", n, name)
 
-    def called(found: Costs, slots: int, n: int | None) -> UniformPlan:
+    def called(found: Costs, slots: int, n: int | None) -> Plan:
         if name == "auto":
             made = plan(found, Budget(slots=slots), n or 1)
         else:

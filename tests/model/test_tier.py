@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multistage import ChainPlan, Costs, Stage, StageCosts, Tier, plan, plan_chain, simulate
+from multistage import Costs, Plan, Stage, StageCosts, Tier, plan, plan_chain, simulate
 from multistage.actions import Advance, Await, Drop, EndForward, Free, Get, Load, Put, Reverse, Tape
 from multistage.errors import ArgumentError, ScheduleError
 
@@ -139,6 +139,6 @@ def test_a_tier_of_states_alone_is_sent_no_tapes() -> None:
     data = made.to_dict()
     data["tier"]["tapes"] = False
     with pytest.raises(ScheduleError, match=f"action {first}: Put.* takes states alone"):
-        ChainPlan.from_dict(data)
+        Plan.from_dict(data)
     states = plan_chain(costs, 0.3, tiers="write=20B/s,states-only")
     assert states.writes and states.simulate().makespan_s == states.makespan_s

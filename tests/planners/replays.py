@@ -34,7 +34,7 @@ from multistage.actions import (
     Tape,
     drive,
 )
-from multistage.planners import UniformPlan
+from multistage.planners import Plan
 from multistage.schedule.simulation import simulate
 
 _LETTERS = {Tape: "T", Reverse: "R", Save: "S", Load: "L", Free: "F"}
@@ -68,7 +68,7 @@ def _one(action: Action) -> str:
             return f"{_LETTERS[type(action)]}{action.step}"
 
 
-def replay(plan: UniformPlan) -> list[Action]:
+def replay(plan: Plan) -> list[Action]:
     """Return the actions of a uniform plan in virtual time."""
     actions: list[Action] = []
     schedule = plan.schedule()

@@ -21,7 +21,7 @@ from multistage import native
 from multistage.errors import ArgumentError
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
-from multistage.planners import PLANNERS, RANKED, UniformPlan, plan
+from multistage.planners import PLANNERS, RANKED, Plan, plan
 from multistage.planners.single.binomial import (
     TRAJECTORIES,
     Trajectory,
@@ -252,7 +252,7 @@ def synchronous_costs() -> st.SearchStrategy[Costs]:
     )
 
 
-def judged(made: UniformPlan, **more: Any) -> None:
+def judged(made: Plan, **more: Any) -> None:
     limits = {
         k: t.capacity_states
         for k, t in enumerate(made.costs.tiers)

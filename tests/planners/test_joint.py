@@ -15,6 +15,7 @@ from multistage.planners.chain import joint
 from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
 from multistage.schedule.rules import check
 from multistage.schedule.simulation import simulate
+from tests.chain_schedules import no_tier_s, offload_s
 
 core = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 
@@ -65,8 +66,8 @@ def test_random_plans_hold_their_limits_and_their_makespans():
         if k % 2:
             rates = with_fixed_times(random.Random(k), rates)
         plan = plan_chain(costs, without.memory_bytes, tiers=rates)
-        assert plan.no_tier_s == without.makespan_s
-        assert plan.offload_s is None or plan.makespan_s <= plan.offload_s
+        assert no_tier_s(plan) == without.makespan_s
+        assert offload_s(plan) is None or plan.makespan_s <= offload_s(plan)
         assert plan.lower_bound_s <= plan.makespan_s
         if plan.makespan_s == without.makespan_s:
             assert plan.actions == without.actions
@@ -114,7 +115,7 @@ def test_more_memory_or_a_faster_tier_is_hardly_ever_slower(seed):
     for more in (1, 3, plan.memory_bytes // 12 + 1):
         anew = plan_chain(costs, plan.memory_bytes + more, tiers=rates)
         assert anew.makespan_s <= 1.002 * plan.makespan_s
-        assert anew.no_tier_s <= plan.no_tier_s  # by construction: nested limits
+        assert no_tier_s(anew) <= no_tier_s(plan)  # by construction: nested limits
 
 
 @core
@@ -147,7 +148,7 @@ def test_a_tier_that_holds_little_helps_at_every_limit():
     before = float("inf")
     for memory in range(least + 3, least + 7):
         plan = plan_chain(costs, memory, tiers=rates, progress=False)
-        assert plan.makespan_s < 0.92 * plan.no_tier_s
+        assert plan.makespan_s < 0.92 * no_tier_s(plan)
         assert plan.makespan_s <= before
         before = plan.makespan_s
 
@@ -156,7 +157,7 @@ def test_a_tier_that_holds_little_helps_at_every_limit():
 def test_a_fast_tier_hides_everything():
     plan = plan_chain(layers(20), 0.3, tiers="write=1GB/s")
     assert plan.makespan_s == pytest.approx(60.0)
-    assert plan.makespan_s < plan.no_tier_s and plan.stall_s < 1e-5
+    assert plan.makespan_s < no_tier_s(plan) and plan.stall_s < 1e-5
     puts = [a for a in plan.actions if isinstance(a, Put)]
     evicts = [a for a in plan.actions if isinstance(a, Evict)]
     gets = [a for a in plan.actions if isinstance(a, Get)]
@@ -179,15 +180,15 @@ def test_fixed_times_of_each_direction_and_of_the_computing_thread_count(times, 
     rates = Tier(write_bytes_per_s=6000.0, read_bytes_per_s=6000.0, **times)
     plan = plan_chain(layers(20), 0.3, tiers=rates)
     assert plan.makespan_s <= makespan_s
-    assert plan.makespan_s <= min(plan.no_tier_s, plan.offload_s)
+    assert plan.makespan_s <= min(no_tier_s(plan), offload_s(plan))
     assert plan.lower_bound_s <= plan.makespan_s <= 1.09 * plan.lower_bound_s
-    assert (plan.writes > 0) == (plan.makespan_s < plan.no_tier_s)
+    assert (plan.writes > 0) == (plan.makespan_s < no_tier_s(plan))
 
 
 @core
 def test_a_tier_of_times_alone_is_planned_for():
     plan = plan_chain(layers(20), 0.3, tiers=Tier(write_s=2.0, read_s=2.0))
-    assert plan.makespan_s <= 67.0 < min(plan.no_tier_s, plan.offload_s)
+    assert plan.makespan_s <= 67.0 < min(no_tier_s(plan), offload_s(plan))
 
 
 @core
@@ -195,7 +196,7 @@ def test_a_tier_too_slow_to_help_leaves_the_plan_without_it():
     without = plan_chain(layers(12), 0.4)
     plan = plan_chain(layers(12), 0.4, tiers="write=1B/s")
     assert plan.actions == without.actions and plan.makespan_s == without.makespan_s
-    assert plan.offload_s > plan.makespan_s
+    assert offload_s(plan) > plan.makespan_s
 
 
 @core
@@ -222,7 +223,7 @@ def test_memory_too_small_without_the_tier_works_with_it():
     with pytest.raises(BudgetError):
         plan_chain(costly, least - 1, tiers="write=1B/s")
     plan = plan_chain(costly, least, tiers="write=1B/s")
-    assert plan.no_tier_s is None
+    assert no_tier_s(plan) is None
     judge = Judge(costly, plan.tier).run(plan.actions)
     assert judge.peak <= least
 
@@ -230,7 +231,7 @@ def test_memory_too_small_without_the_tier_works_with_it():
 @core
 def test_where_every_tape_fits_the_tier_is_not_used():
     plan = plan_chain(layers(4), tiers="write=1B/s")
-    assert plan.keeps_all and plan.makespan_s == plan.no_tier_s == plan.offload_s
+    assert plan.keeps_all and plan.makespan_s == no_tier_s(plan)
     assert str(plan.tier).startswith("slow: writes 1 B/s")
 
 

@@ -16,7 +16,7 @@ from multistage import native
 from multistage.errors import ArgumentError, BudgetError
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
-from multistage.planners import PLANNERS, UniformPlan, plan
+from multistage.planners import PLANNERS, Plan, plan
 from multistage.planners.streaming.form import Form, ring_prediction, timed
 from multistage.planners.streaming.interval import (
     _over,
@@ -56,7 +56,7 @@ def costs(actions: bool = True) -> st.SearchStrategy[Costs]:
     )
 
 
-def same(found: Simulation | UniformPlan, run: Simulation) -> None:
+def same(found: Simulation | Plan, run: Simulation) -> None:
     assert found.makespan_s == pytest.approx(run.makespan_s, rel=1e-9)
     assert found.stall_s == pytest.approx(run.stall_s, rel=1e-7, abs=1e-7 * run.makespan_s)
     counts = (found.forward_steps, found.writes, found.reads)

@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multistage import PLANNERS, Budget, Costs, Reversal, Tier, UniformPlan, plan
+from multistage import (
+    PLANNERS,
+    Budget,
+    Costs,
+    Plan,
+    Reversal,
+    Stage,
+    StageCosts,
+    Tier,
+    plan,
+    plan_chain,
+)
 from multistage.actions import (
     Action,
     Advance,
@@ -35,9 +46,8 @@ from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, Sch
 from multistage.execute import executor as execute
 from multistage.model.chain import FunctionChain, InPlaceChain
 from multistage.model.costs import NOT_KEPT
-from multistage.planners.bound import lower_bound
+from multistage.planners.ranking import sealing
 from multistage.planners.single.revolve import revolve_schedule
-from multistage.planners.uniform import sealing
 
 N = 6
 COSTS = Costs(1.0, 2.0, tiers=(Tier("memory", 1.0, 1.0),))
@@ -68,19 +78,23 @@ def start() -> Any:
 
 def made_of(
     make: Callable[[], Any], costs: Costs = COSTS, slots: int = 2, n_steps: int = N
-) -> UniformPlan:
+) -> Plan:
     """Return a plan as a user's planner makes it."""
-    return UniformPlan(
+    return Plan(
         planner="mine",
-        n_steps=n_steps,
-        slots=slots,
         costs=costs,
+        n_steps=n_steps,
+        memory_bytes=slots * costs.state_bytes,
         make=make,
         makespan_s=1.0,
-        lower_bound_s=lower_bound(costs, slots, n_steps),
         forward_steps=n_steps,
-        peak_slots=slots,
+        peak_bytes=slots * costs.state_bytes,
     )
+
+
+def a_chain() -> Plan:
+    stage = Stage("a", 1.0, 2.0, 400, 400)
+    return plan_chain(StageCosts.uniform(N, stage, 400))
 
 
 def gradient(planner: Any, **options: Any) -> Any:
@@ -102,7 +116,7 @@ EARLY.insert(2, Free(0))
 EARLY.insert(-1, Free(0))
 
 
-def of(actions: list[Action]) -> Callable[..., UniformPlan]:
+def of(actions: list[Action]) -> Callable[..., Plan]:
     return lambda *_: made_of(lambda: iter(actions))
 
 
@@ -126,7 +140,7 @@ def test_a_slot_freed_under_a_write_is_refused_before_it_is_freed(given: Any) ->
 
 
 def test_a_plan_that_says_fewer_slots_than_it_takes_is_refused() -> None:
-    greedy = replace(PLANNERS["revolve"](COSTS, 5, N), slots=2)
+    greedy = replace(PLANNERS["revolve"](COSTS, 5, N), memory_bytes=2 * COSTS.state_bytes)
     with pytest.raises(ScheduleError, match=r"Save\(\d\) needs 1 fast slot"):
         gradient(greedy)
     with pytest.raises(BudgetError, match="the plan takes 5 fast slots, the budget holds 2"):
@@ -162,7 +176,7 @@ def test_changed_plans_are_not_sealed() -> None:
         assert same.sealed
     assert all(candidate.sealed for candidate in made.candidates)
     for other in (
-        replace(made, slots=1),
+        replace(made, memory_bytes=COSTS.state_bytes),
         replace(made, n_steps=N + 1),
         replace(made, costs=TAPED),
         replace(made, make=partial(revolve_schedule, 2, N)),
@@ -186,7 +200,9 @@ def test_a_judged_schedule_survives_lost_checkpoints(fault: str, lost: set[int])
 @pytest.mark.parametrize(
     ("given", "error", "rule"),
     [
-        (lambda *_: None, ArgumentError, "returned NoneType; it must return a UniformPlan"),
+        (lambda *_: None, ArgumentError, "returned NoneType; it must return a Plan"),
+        (lambda *_: a_chain(), ArgumentError, "returned a plan of stages"),
+        (a_chain(), ArgumentError, "takes a plan of uniform steps"),
         (lambda *_: made_of(list, n_steps=5), ArgumentError, "is for 5 steps, not n_steps=6"),
         (lambda *_: made_of(list, slots=3), BudgetError, "takes 3 fast slots, the budget holds 2"),
         (

@@ -38,7 +38,7 @@ from multistage.model.stages import Stage
 from multistage.model.tier import Tier
 from multistage.planners.chain.heterogeneous import smallest_memory
 from multistage.reversing import streamed, unequal, uniform
-from multistage.reversing.unequal import Unequal, largest_state
+from multistage.reversing.unequal import Unequal
 from multistage.states.layout import Layout
 
 
@@ -63,14 +63,14 @@ def test_costs_given_all_budgets_give_the_bits_of_store_all(kind: str, n: int) -
     for seed in range(2):
         case = Case(seed, kind, n)
         answer, costs = case.store_all(), case.costs
-        largest = largest_state(costs)
+        largest = costs.largest_state_bytes
         whole = sum(stage.tape_bytes for stage in costs.stages)
         budgets = {largest, 2 * largest, 3 * largest + 17, whole // 2 + largest, whole + largest}
         for budget in (*sorted(budgets), "2 slots"):
             with Reversal(case.chain(), memory=budget, costs=costs) as run:
                 for _ in range(2):
                     assert swept(run, case) == answer
-                assert run.chain_plan is not None
+                assert run.plan is not None
                 assert "makespan" in str(run.report())
 
 
@@ -136,13 +136,13 @@ def test_no_more_memory_than_budget_and_largest_step(
     for seed in range(1 if what == "streamed" else 2):
         chain, costs, start = _large(seed, n, in_place)
         for slots in (1, 5):
-            room = slots * largest_state(costs)
+            room = slots * costs.largest_state_bytes
             limit = smallest_memory(of_chain(costs, chain)) + room + slack
             given = costs if known else None
             tier, budget = None, room + 200
             if what == "streamed":
                 tier = FileStore(tmp_path, "direct", buffer_bytes=0)
-                budget += (buffers := tier.buffer_bytes(Layout.up_to(largest_state(costs))))
+                budget += (buffers := tier.buffer_bytes(Layout.up_to(costs.largest_state_bytes)))
                 limit += buffers
             with Reversal(chain, n_steps=n, memory=budget, costs=given, tiers=tier) as run:
                 for sweep in range(2):
@@ -170,8 +170,8 @@ def test_a_larger_state_that_only_a_tape_refers_to_is_noticed() -> None:
     with Reversal(step, lambda t, a, i: a, 20, tape_step=taped, memory="20 slots") as run:
         run.forward(np.ones(100))  # planned to hold all tapes, until states 6 and 7 show
         run.reverse(0.0)
-        assert run.stage_costs is not None
-        assert run.stage_costs.stages[5].output_bytes == 800_000
+        assert isinstance(run.costs, StageCosts)
+        assert run.costs.stages[5].output_bytes == 800_000
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -184,9 +184,9 @@ def test_checked_judges_the_actions_of_a_plan_byte_by_byte(kind: str) -> None:
         assert swept(run, case) == case.store_all()
         steps = run._sweeps.steps
         assert isinstance(steps, Unequal)
-        plan = steps.chain_plan
+        plan = steps.plan
         assert plan is not None
-        steps.chain_plan = replace(plan, memory_bytes=plan.peak_bytes - 1)
+        steps.plan = replace(plan, memory_bytes=plan.peak_bytes - 1)
         steps.stale = False  # whatever the tier's rates were
         with pytest.raises(ScheduleError, match="but the limit is"):
             swept(run, case)
@@ -301,8 +301,8 @@ def test_sizes_that_change_between_sweeps_are_measured_again(in_place: bool) -> 
             last = run.forward(start())
             assert raw(last) == raw(states[-1])
             assert run.reverse(0.0) == wanted
-            assert run.stage_costs is not None
-            sizes = [stage.output_bytes for stage in run.stage_costs.stages]
+            assert isinstance(run.costs, StageCosts)
+            sizes = [stage.output_bytes for stage in run.costs.stages]
             assert sizes == [state["u"].nbytes for state in states[1:]]
 
 
@@ -433,8 +433,8 @@ def test_times_given_are_corrected_and_sizes_stay() -> None:
         assert run.report().plan.makespan_s > 3600
         assert swept(run, case) == case.store_all()
         assert run.report().plan.makespan_s < 3600
-        assert run.stage_costs is not None
-        sizes = [(one.output_bytes, one.tape_bytes) for one in run.stage_costs.stages]
+        assert isinstance(run.costs, StageCosts)
+        sizes = [(one.output_bytes, one.tape_bytes) for one in run.costs.stages]
         assert sizes == [(one.output_bytes, one.tape_bytes) for one in given.stages]
 
 
@@ -477,7 +477,7 @@ def test_states_of_unequal_size_travel(name: str, kind: str, tmp_path: Path) -> 
                 if not seed:
                     run.report().save(tmp_path / "report.html")
                     assert run.plan is not None
-                    assert run.report().counts.peak_slots <= run.plan.peak_slots * (1 + 1e-9)
+                    assert run.report().peak_fast_bytes <= run.plan.peak_bytes * (1 + 1e-9)
 
 
 @pytest.mark.long(but="functional-*")
@@ -574,7 +574,7 @@ def test_steps_of_unequal_times_are_planned_by_what_the_first_sweep_shows(
             assert run.reverse(np.ones(9)).tobytes() == wanted.tobytes()
             took.append(now[0] - began)
             assert str(run.report())
-            assert (run.chain_plan is not None) == (spread > 1)
+            assert (isinstance(run.costs, StageCosts)) == (spread > 1)
     if spread > 1:
         assert max(took[1:]) < took[0] / 1.1
     else:

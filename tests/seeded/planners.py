@@ -127,7 +127,7 @@ planners/test_hierarchy.py
 - if (a[far] + b[stop - 1] >= least)
 + if (a[far] + b[stop - 1] >= 0.99 * least)
 
-planners/test_chain_plan.py
+planners/test_plans.py
 - memory_bytes=limit, checked=False)
 + checked=False)
 

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from multistage.actions import (
     Action,
 )
-from multistage.planners.chain.heterogeneous import ChainPlan
+from multistage.planners import Plan
 from multistage.torch.chains.runner import Run
 from multistage.torch.environment.scope import Scope
 from multistage.torch.measurement.exploring import explore, untouched
@@ -141,11 +141,11 @@ def train(
 
 
 def bound(
-    model: nn.Sequential, actions: list[Action], slow: ChainTier, plan: ChainPlan | None = None
+    model: nn.Sequential, actions: list[Action], slow: ChainTier, plan: Plan | None = None
 ) -> Callable[[Tensor], Tensor] | None:
     """Return the chain under a plan; None where its stages do not go alone.
 
-    Given as a `ChainPlan` too, its tier is left where it is late.
+    Given as a `Plan` too, its tier is left where it is late.
     """
     x = torch.randn(8, WIDTH, requires_grad=True)
     with untouched(Scope(list(model)), x):

@@ -34,7 +34,8 @@ from multistage.execute import late as late_tiers  # noqa: E402
 from multistage.execute.late import Late, Stages  # noqa: E402
 from multistage.execute.sweep import Moved  # noqa: E402
 from multistage.model.tier import Tier  # noqa: E402
-from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain  # noqa: E402
+from multistage.planners import Plan  # noqa: E402
+from multistage.planners.chain.heterogeneous import plan_chain  # noqa: E402
 from multistage.states.layout import Layout  # noqa: E402
 from multistage.torch.chains.holdings import Holdings  # noqa: E402
 from multistage.torch.chains.runner import Run  # noqa: E402
@@ -87,7 +88,7 @@ class Gate(MemoryStore):
         return super().get(key)
 
 
-def bound(model: nn.Sequential, plan: ChainPlan, slow: ChainTier) -> Callable[[Tensor], Tensor]:
+def bound(model: nn.Sequential, plan: Plan, slow: ChainTier) -> Callable[[Tensor], Tensor]:
     x = torch.randn(8, 24, requires_grad=True)
     with untouched(Scope(list(model)), x):
         _, traits = explore(list(model), [str(k) for k in range(len(model))], x)
@@ -134,7 +135,7 @@ def test_random_plans_that_are_left_give_the_bits_of_plain_training(seed: int, t
 ROWS = 1024
 
 
-def planned(memory: float, rho: float = 1.0) -> ChainPlan:
+def planned(memory: float, rho: float = 1.0) -> Plan:
     """Return a plan for `deep` and a tier that moves all tapes in `rho` times plain training."""
     costs = held_by_caller(costs_of_deep())
     rate = sum(s.tape_bytes for s in costs.stages) / (rho * plan_chain(costs).plain_s)

@@ -940,7 +940,8 @@ def test_a_tier_that_does_not_pay_is_not_used(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tiered, "_probed", lambda tier, most: (slow, 0.0))
     model = sequential(store())
     assert not any(isinstance(a, Put) for a in model.plan.actions)
-    assert model.plan.tier == slow and model.plan.no_tier_s == model.plan.makespan_s
+    assert model.plan.tier == slow
+    assert model.plan.candidate("no tier").makespan_s == model.plan.makespan_s
     assert all(said in str(model.plan) for said in ("tier slow", "lower bound", "every tape to"))
     assert model._multistage.tiered._tier is None or not model._multistage.tiered._tier.opened
 

@@ -270,8 +270,8 @@ def test_results_are_exact_where_little_memory_is_left(name: str) -> None:
         compare(name, memory=1, chunk=1)
     out = compare(name, memory=error.value.least_bytes, chunk=1)
     plan = out.plan
-    assert plan is not None and plan.chain is not None
-    assert plan.chain.forward_steps > 2 * plan.n_steps
+    assert plan is not None and plan.plan is not None
+    assert plan.plan.forward_steps > 2 * plan.n_steps
     assert plan.peak_bytes <= plan.memory_bytes == error.value.least_bytes
 
 
@@ -359,8 +359,8 @@ def test_backward_from_another_thread() -> None:
         torch.manual_seed(0)
         cells, state, inputs = widths()
         out = mst.unroll(cells, state, inputs, memory="1 MiB", chunk=9, planner="recompute")
-        assert out.plan is not None and out.plan.chain is not None
-        assert out.plan.chain.kept == (0, 1)
+        assert out.plan is not None and out.plan.plan is not None
+        assert out.plan.plan.kept == (0, 1)
         loss = out.state.square().sum()
         if elsewhere:
             thread = threading.Thread(target=loss.backward)
@@ -386,7 +386,7 @@ def test_without_gradients(context: Any) -> None:
 def test_cells_that_are_one_run_as_equal_steps() -> None:
     cell = Layer(8, 8)
     out = mst.unroll([cell] * 30, torch.randn(4, 8), None, memory="64 KiB", planner="recompute")
-    assert out.plan is not None and out.plan.plan is not None and out.plan.chain is None
+    assert out.plan is not None and out.plan.plan is not None and not out.plan.plan.actions
 
 
 def test_a_pair_is_state_and_output_where_trees_differ() -> None:
@@ -494,9 +494,9 @@ def test_a_graph_counts_the_state_before_it_that_leaves() -> None:
     options: Any = {"tiers": MemoryStore(buffer_bytes=4096), "planner": "stream", "chunk": 1}
     costs = ms.StageCosts((stage,) * 40, 1000)
     plan = mst.unroll(cell, h, None, n_steps=40, memory=40_000, costs=costs, **options).plan
-    assert plan is not None and plan.chain is not None and plan.planner == "stream"
+    assert plan is not None and plan.plan is not None and plan.planner == "stream"
     held, evicted = set[int](), 0
-    for action in plan.chain.actions:
+    for action in plan.plan.actions:
         match action:
             case Tape(step):
                 held.add(step)
@@ -504,7 +504,7 @@ def test_a_graph_counts_the_state_before_it_that_leaves() -> None:
                 held.discard(step)
             case Evict(step):
                 evicted += 1
-                counted = plan.chain.costs.stages[step].tape_bytes
+                counted = plan.plan.costs.stages[step].tape_bytes
                 assert step not in held or counted == 2100 + 1000
     assert evicted
 
@@ -561,9 +561,9 @@ def test_a_curriculum_is_planned_by_its_kinds() -> None:
     inputs = [torch.ones(n, 1, 4) for n in (2, 4, 8) for _ in range(60)]
     out = mst.unroll(Reader(), torch.zeros(1, 16, requires_grad=True), inputs, memory=0.15)
     plan = out.plan
-    assert plan is not None and plan.chain is not None
+    assert plan is not None and plan.plan is not None
     assert [count for _, count in plan.kinds] == [60, 60, 60]
-    assert len(plan.chain.costs.stages) <= 192
+    assert len(plan.plan.costs.stages) <= 192
     # Chunks of long inputs have fewer steps: their graphs are larger.
     lengths = [b - a for a, b in itertools.pairwise(plan.cuts)]
     assert lengths[0] > lengths[-2]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from multistage import Costs, UniformPlan, plan, reverse
+from multistage import Costs, Plan, plan, reverse
 from multistage.interop.checkpoint_schedules import actions_of, as_planner, as_schedule
 from multistage.interop.dask import map_shots
 from multistage.interop.mpi import MPIReversal
@@ -35,7 +35,7 @@ def by_their_schedule(make: type[CheckpointSchedule], x: Vector) -> CheckpointSc
     theirs = as_planner(lambda: make(100))
     result = reverse(step, adjoint_step, x, x, 100, planner=theirs, memory="5 slots")
     actions = list(actions_of(make(100), 100))
-    made: UniformPlan = plan(Costs(1.0, 2.0), "2 slots", n_steps=len(actions))
+    made: Plan = plan(Costs(1.0, 2.0), "2 slots", n_steps=len(actions))
     assert result.last_state.size
     return as_schedule(made, replayable=True)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.model.stages import StageCosts
-from multistage.planners.chain.plan import ChainPlan
+from multistage.planners import Plan
 
 Pair = tuple[Tensor, Tensor]
 
@@ -126,10 +126,10 @@ def sequential() -> None:
     model = mst.Sequential([*layers, double], x, memory=0.9, check="off")
     model(x).sum().backward()
     plan = model.plan
-    assert_type(plan, ChainPlan | None)
+    assert_type(plan, Plan | None)
     assert plan is not None
     assert_type(plan.peak_bytes, int)
-    assert_type(model.prepare(x), ChainPlan)
+    assert_type(model.prepare(x), Plan)
     model.train().close()
     assert callable(model[0])
     assert len(model.stages()) == 5
@@ -141,8 +141,8 @@ def compiled() -> None:
     model = mst.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), memory="1 MiB")
     assert_type(model, mst.Compiled)
     model(torch.ones(3, 4)).sum().backward()
-    assert_type(model.plan, ChainPlan | None)
-    assert_type(model.plans, list[ChainPlan])
+    assert_type(model.plan, Plan | None)
+    assert_type(model.plans, list[Plan])
     model.train().close()
 
 

@@ -188,7 +188,7 @@ def test_the_command_line_writes_pages(capsys: Any, tmp_path: Path) -> None:
     out = capsys.readouterr().out
     assert f"written: {page_}" in out and "Chosen:" in out
     checked(page_.read_text())
-    assert "checkpoint in slow" in picture.read_text()
+    assert "kept in slow" in picture.read_text()
     assert main(["plan", *numbers, "--curve", f"--picture={curve}"]) == 0
     assert re.search("slots +planner", capsys.readouterr().out)
     assert "lower bound (dashed)" in curve.read_text()

@@ -30,7 +30,7 @@ from ...actions import (
     drive,
 )
 from ...errors import ScheduleError, ScheduleUsedError
-from ...planners import UniformPlan
+from ...planners import Plan
 from ...schedule.simulation import simulate
 from .theirs import theirs
 
@@ -164,7 +164,7 @@ class Follower:
             self.loaded = None
 
 
-def survey(plan: UniformPlan) -> Survey:
+def survey(plan: Plan) -> Survey:
     """Run a plan's schedule in virtual time, and note what must be known beforehand."""
     seen = Survey()
     follower = Follower()
@@ -256,12 +256,12 @@ _REFUSED = (
 )
 
 
-def as_schedule(plan: UniformPlan, *, replayable: bool = False) -> CheckpointSchedule:
+def as_schedule(plan: Plan, *, replayable: bool = False) -> CheckpointSchedule:
     """Return a plan as a schedule of checkpoint_schedules, for one adjoint calculation.
 
     Parameters
     ----------
-    plan : UniformPlan
+    plan : Plan
         Of any planner.  Whether an opportunistic one is offered room is
         decided here, by its predicted transfer times.
     replayable : bool

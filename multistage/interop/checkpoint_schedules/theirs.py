@@ -29,9 +29,9 @@ from ...actions import (
 from ...errors import ArgumentError, ScheduleError
 from ...model.costs import Costs
 from ...model.tier import Tier
-from ...planners import Planner, UniformPlan
+from ...planners import Plan, Planner
+from ...planners.base import require_steps
 from ...planners.streaming.overlap import overlap
-from ...planners.uniform import require_steps
 from ...schedule.rules import Rules
 from ...schedule.simulation import simulate
 
@@ -257,7 +257,7 @@ def _plan(
     costs: Costs,
     slots: int,
     n_steps: int | None,
-) -> UniformPlan:
+) -> Plan:
     n = require_steps(n_steps, "checkpoint_schedules")
     # Times play no part in what is legal, and change after a sweep.
     tiers = tuple(Tier(capacity_states=tier.capacity_states) for tier in costs.tiers)
@@ -278,7 +278,7 @@ def _plan(
         )
 
     run = simulate(schedule(), n, costs, slots, checked=False)
-    return UniformPlan.predicted(
+    return Plan.predicted(
         name,
         costs,
         slots,

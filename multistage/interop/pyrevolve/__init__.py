@@ -40,7 +40,7 @@ from ...backends.urls import Tiers
 from ...errors import ArgumentError
 from ...model.budget import Budget
 from ...model.costs import Costs
-from ...planners import Planner, UniformPlan
+from ...planners import Plan, Planner
 from ..ranks import Communicator
 from . import compression, storage
 from .base import BaseRevolver as BaseRevolver
@@ -73,7 +73,7 @@ def install(
     *,
     memory: Budget | int | str | None = None,
     tiers: Tiers | None = None,
-    planner: str | UniformPlan | Planner | None = None,
+    planner: str | Plan | Planner | None = None,
     costs: Costs | None = None,
     progress: bool | None = None,
     comm: Communicator | None = None,

@@ -16,8 +16,8 @@ from ...errors import ArgumentError
 from ...model.budget import Budget
 from ...model.costs import NOT_KEPT, Costs
 from ...model.tier import Tier
-from ...planners import Planner, UniformPlan
-from ...planners.uniform import require_steps
+from ...planners import Plan, Planner
+from ...planners.base import require_steps
 from ...report import Report
 from ...reversal import Reversal
 from ..mpi import MPIReversal
@@ -42,7 +42,7 @@ class Options:
 
     memory: Budget | int | str | None = None
     tiers: Tiers | None = None
-    planner: str | UniformPlan | Planner | None = None
+    planner: str | Plan | Planner | None = None
     costs: Costs | None = None
     progress: bool | None = None
     comm: Communicator | None = None
@@ -136,7 +136,7 @@ class BaseRevolver:
         *,
         memory: Budget | int | str,
         tiers: Tiers | None,
-        planner: str | UniformPlan | Planner,
+        planner: str | Plan | Planner,
         costs: Costs | None = None,
         compression: Compression | None = None,
         progress: bool | None = None,
@@ -148,7 +148,7 @@ class BaseRevolver:
         `planner` that needs no others.
         """
         if assumed is not None:
-            assert callable(planner) and not isinstance(planner, UniformPlan)
+            assert callable(planner) and not isinstance(planner, Plan)
             self._assumed = own = planner
             costs = in_steps = Costs(
                 forward_step_s=assumed[0],
@@ -159,7 +159,7 @@ class BaseRevolver:
                 tiers=() if tiers is None else (Tier("disk"),),
             )
 
-            def planner(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+            def planner(costs: Costs, slots: int, n_steps: int | None) -> Plan:
                 """Plan in steps, whatever seconds the sweep before has shown."""
                 return own(replace(in_steps, state_bytes=costs.state_bytes), slots, n_steps)
 
@@ -286,7 +286,7 @@ class BaseRevolver:
         return replace(report, plan=plan)
 
     @property
-    def plan(self) -> UniformPlan:
+    def plan(self) -> Plan:
         """The plan of the sweeps; made at the first `apply_forward` if costs are measured."""
         reversal = self._ready()
         if reversal.plan is not None:

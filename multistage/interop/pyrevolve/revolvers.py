@@ -12,14 +12,14 @@ from ...backends.urls import Tiers
 from ...errors import ArgumentError
 from ...model.budget import Budget
 from ...model.costs import Costs
-from ...planners import PLANNERS, Planner, UniformPlan
-from ...planners.bound import lower_bound
+from ...planners import PLANNERS, Plan, Planner
+from ...planners.base import require_steps
+from ...planners.ranking import sealing
 from ...planners.single.binomial import beta, forward_and_reverse, reverse_actions
 from ...planners.single.revolve import revolve
 from ...planners.streaming.overlap import on_tier, overlap
 from ...planners.synchronous.hierarchy import count_operations, hierarchy_schedule
 from ...planners.synchronous.levels import Level, solve
-from ...planners.uniform import require_steps, sealing
 from ...support.values import whole
 from ..ranks import Communicator
 from .base import TRANSIT, BaseRevolver, defaults
@@ -46,7 +46,7 @@ class SingleLevelRevolver(BaseRevolver):
         Memory for checkpoints, such as `"2 GiB"`, in place of `n_checkpoints`.
     tiers : str, Store or sequence of them, optional
         Slow tiers such as `"file:///scratch"`, to which states are streamed.
-    planner : str, UniformPlan or callable, optional
+    planner : str, Plan or callable, optional
         As for `multistage.Reversal`; `"auto"` if another of these options is given.
     costs : Costs, optional
         Assumed costs, such as `report().seen` of a revolver before; where any of
@@ -77,7 +77,7 @@ class SingleLevelRevolver(BaseRevolver):
         *,
         memory: Budget | int | str | None = None,
         tiers: Tiers | None = None,
-        planner: str | UniformPlan | Planner | None = None,
+        planner: str | Plan | Planner | None = None,
         costs: Costs | None = None,
         progress: bool | None = None,
         comm: Communicator | None = None,
@@ -174,7 +174,7 @@ class DiskRevolver(SingleLevelRevolver):
         *,
         memory: Budget | int | str | None = None,
         tiers: Tiers | None = None,
-        planner: str | UniformPlan | Planner | None = None,
+        planner: str | Plan | Planner | None = None,
         costs: Costs | None = None,
         progress: bool | None = None,
         comm: Communicator | None = None,
@@ -316,9 +316,7 @@ def adjust(timesteps: int) -> int:
         snapshots, repeats = fewer
 
 
-def revolve_on_disk(
-    n_checkpoints: int, costs: Costs, slots: int, n_steps: int | None
-) -> UniformPlan:
+def revolve_on_disk(n_checkpoints: int, costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Plan Revolve with its checkpoints on the tier, transfers beside the steps."""
     n = require_steps(n_steps, "revolve")
 
@@ -330,17 +328,16 @@ def revolve_on_disk(
     return replace(
         plain,
         planner="revolve on disk",
-        slots=slots,
+        memory_bytes=slots * costs.state_bytes,
         make=make,
-        lower_bound_s=lower_bound(costs, slots, n),
-        peak_slots=min(slots, n),
+        peak_bytes=min(slots, n) * costs.state_bytes,
         note="Revolve with all checkpoints on disk; transfers are taken to hide behind steps.",
     )
 
 
 def h_revolve_on_storages(
     levels: tuple[Level, ...], uf: float, costs: Costs, slots: int, n_steps: int | None
-) -> UniformPlan:
+) -> Plan:
     """Plan H-Revolve over storages, the first of them fast memory."""
     n = require_steps(n_steps, "h-revolve")
     solved = solve(levels, n, uf)
@@ -350,15 +347,15 @@ def h_revolve_on_storages(
         schedule = hierarchy_schedule(solved, capacity, tiers)
         return overlap(schedule, slots, tape_slots=costs.tape_slots)
 
-    return UniformPlan(
+    return Plan(
         planner="h-revolve",
-        n_steps=n,
-        slots=slots,
         costs=costs,
+        n_steps=n,
+        memory_bytes=slots * costs.state_bytes,
         make=make,
         makespan_s=solved.seconds / uf * costs.forward_step_s + n * costs.turn_s,
-        lower_bound_s=n * (costs.forward_step_s + costs.turn_s),
         forward_steps=count_operations(solved, capacity, tiers).forward_steps,
-        peak_slots=min(slots, n),
+        peak_bytes=min(slots, n) * costs.state_bytes,
+        tiers=costs.tiers,
         note="H-Revolve over the storages, by their wd and rd; no transfer is taken to hide.",
     )

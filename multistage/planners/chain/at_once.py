@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -23,12 +24,17 @@ from ...actions import Action
 from ...model.stages import StageCosts
 from ...model.tier import Tier
 from ...support.progress import counting
+from ..base import Plan, plain_use, store_all
 from .joint import plan_joint, smallest_with_tier
 from .joint_bound import Dual, without_loss
-from .memory import actions_of, periodic, plain_use, store_all, too_small
-from .plan import ChainPlan, ChainPlanner
+from .memory import actions_of, periodic, too_small
 from .sizes import Sizes
 from .table import FLOAT_ERROR, Table, Trace, default_threads, judge, smallest
+
+# What `plan_chain` offers; plans that `pieces` makes of chains too long for it or not known.
+ChainPlanner = Literal["auto", "optimal", "revolve", "periodic", "store-all", "pieces", "survey"]
+NO_TIER, OFFLOADING = "no tier", "every tape to the tier"  # of candidates
+CHAIN_PLANNERS: tuple[ChainPlanner, ...] = ("auto", "optimal", "revolve", "periodic", "store-all")
 
 _BOUND_SLOTS = 100
 # Of all forward seconds, for a limit's bytes; the bound is concave in it.
@@ -225,18 +231,19 @@ def plan_at_once(
     resolution: int = SLOTS,
     threads: int | None = None,
     progress: bool | None = False,
-) -> ChainPlan:
+) -> Plan:
     """Return the plan of a chain within a limit in bytes; see `plan_chain`."""
     plain = plain_use(costs)
     fits = limit is None or plain.peak_bytes <= limit
 
-    def made(actions: Sequence[Action], tier: Tier | None = None) -> ChainPlan:
-        return ChainPlan.judged(planner, costs, limit, actions, tier)
+    def made(actions: Sequence[Action], tier: Tier | None = None) -> Plan:
+        return Plan.judged(planner, costs, limit, actions, tier)
 
     if planner == "store-all" or (planner == "optimal" and fits):
         if not fits:
             raise too_small(planner, limit, plain.peak_bytes)
-        return _beside_tier(made(store_all(costs)), rates)
+        best = made(store_all(costs))  # which no tier makes faster
+        return best if rates is None else beside(best, rates, best)
     if planner == "periodic":
         return made(periodic(costs, limit, segments))
     tapes = planner == "optimal"
@@ -251,18 +258,18 @@ def plan_at_once(
     ladder = Ladder(true, whole, resolution, tapes, threads or default_threads())
     # Before the ladder, which frees the first rung's table.
     away = () if rates is None else plan_joint(true, *ladder.first(within), within, rates)
-    rivals: list[ChainPlan | None] = [None]  # without the tier, joint, every tape to the tier
+    rivals: list[Plan | None] = [None]  # without the tier, joint, every tape to the tier
     if within >= least:
         rivals[0] = made(list(actions_of(ladder.best(within, trace, progress))))
     rivals += [None if actions is None else made(actions, rates) for actions in away]
     best = fastest(rivals)  # every state in the tier fits, where nothing else does
     if rates is None:
         return best
-    no_tier_s, _, offload_s = (None if plan is None else plan.makespan_s for plan in rivals)
-    return replace(best, tier=rates, no_tier_s=no_tier_s, offload_s=offload_s)
+    without, _, offloading = rivals
+    return beside(best, rates, without, offloading)
 
 
-def fastest(plans: Iterable[ChainPlan | None]) -> ChainPlan:
+def fastest(plans: Iterable[Plan | None]) -> Plan:
     """Return the fastest plan, of those as fast the first."""
     return min((plan for plan in plans if plan is not None), key=lambda plan: plan.makespan_s)
 
@@ -273,11 +280,20 @@ def least_memory(costs: StageCosts, planner: ChainPlanner = "optimal") -> int:
     return least + costs.input_bytes
 
 
-def _beside_tier(plan: ChainPlan, rates: Tier | None) -> ChainPlan:
-    """Return a plan that keeps every tape, which no tier makes faster."""
-    if rates is None:
-        return plan
-    return replace(plan, tier=rates, no_tier_s=plan.makespan_s, offload_s=plan.makespan_s)
+def beside(
+    best: Plan,
+    rates: Tier,
+    without: Plan | None,
+    offloading: Plan | None = None,
+) -> Plan:
+    """Return a plan with a tier beside those without it and with every tape sent there."""
+    best, rivals = replace(best, tiers=(rates,)), {NO_TIER: without, OFFLOADING: offloading}
+    candidates = [
+        replace(plan, planner=name, tiers=(rates,))
+        for name, plan in rivals.items()
+        if plan is not None
+    ]
+    return replace(best, candidates=(best, *candidates))
 
 
 def _all_states(true: Sizes) -> int:

@@ -50,14 +50,13 @@ from ...model.tier import Tier
 from ...support.units import format_bytes
 from ...support.values import shown
 from ...support.values import whole as whole_number
+from ..base import Plan, plain_use
+from .at_once import CHAIN_PLANNERS as CHAIN_PLANNERS
 from .at_once import MORE, least_memory, most_stages, plan_at_once, table_bytes
 from .at_once import SLOTS as SLOTS
+from .at_once import ChainPlanner as ChainPlanner
 from .joint_core import require_core
-from .memory import plain_use
 from .pieces import BLOCKS, in_blocks, least_in_pieces, plan_in_pieces
-from .plan import CHAIN_PLANNERS as CHAIN_PLANNERS
-from .plan import ChainPlan as ChainPlan
-from .plan import ChainPlanner as ChainPlanner
 from .sizes import Sizes
 from .table import Table, default_threads, judge, smallest
 
@@ -74,7 +73,7 @@ def plan_chain(
     resolution: int = SLOTS,
     threads: int | None = None,
     progress: bool | None = None,
-) -> ChainPlan:
+) -> Plan:
     """Return the fastest schedule of a chain within a memory limit.
 
     Parameters

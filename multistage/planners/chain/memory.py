@@ -11,7 +11,6 @@ caller's, at `EndForward`.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from functools import lru_cache
 
 from ...actions import (
     Action,
@@ -130,18 +129,6 @@ def actions_of(
                 yield Load(i)
                 break
             yield Reverse(i)
-
-
-def store_all(costs: StageCosts) -> list[Action]:
-    """Return the schedule that keeps every tape."""
-    steps = range(len(costs.stages))
-    return [*map(Tape, steps), EndForward(), *map(Reverse, reversed(steps))]
-
-
-@lru_cache(maxsize=64)
-def plain_use(costs: StageCosts) -> Simulation:
-    """Return what the schedule that keeps every tape takes."""
-    return use_of(store_all(costs), costs)
 
 
 def too_small(planner: str, limit: int | None, least: int) -> BudgetError:

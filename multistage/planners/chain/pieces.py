@@ -43,9 +43,9 @@ from ...actions import (
 from ...errors import BudgetError, ScheduleError
 from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
-from .at_once import SLOTS, fastest, least_memory, most_stages, plan_at_once
+from ..base import Plan
+from .at_once import SLOTS, beside, fastest, least_memory, most_stages, plan_at_once
 from .memory import left_to_reverse, shifted
-from .plan import ChainPlan
 
 PersistentPlanner: TypeAlias = Literal["optimal", "revolve"]
 # Steps that are planned at once: their dynamic program takes a second, if those of more
@@ -75,7 +75,7 @@ def plan(
 
 def chain_plan(
     costs: StageCosts, room_bytes: int, planner: PersistentPlanner, rates: Tier | None = None
-) -> ChainPlan:
+) -> Plan:
     """Return the plan of all steps, see `plan`, judged byte by byte; `rates` of a slow tier."""
     stages = len(costs.stages)
     if stages <= (MOST_AT_ONCE if rates is None else most_stages()):
@@ -87,7 +87,7 @@ def chain_plan(
     return plan_in_pieces(costs, memory, planner, rates, counts)
 
 
-def plan_within(costs: StageCosts, memory_bytes: int, *, slots: int = SLOTS) -> ChainPlan:
+def plan_within(costs: StageCosts, memory_bytes: int, *, slots: int = SLOTS) -> Plan:
     """Return the plan of all steps within a limit, in pieces where there are too many.
 
     Raises
@@ -107,7 +107,7 @@ def plan_in_pieces(
     planner: PersistentPlanner,
     rates: Tier | None = None,
     counts: Sequence[int] = (),
-) -> ChainPlan:
+) -> Plan:
     """Return the fastest plan in pieces and in blocks of stages, within a limit in bytes.
 
     Parameters
@@ -142,12 +142,11 @@ def plan_in_pieces(
     found = []
     for actions, tier in candidates:
         with contextlib.suppress(BudgetError, ScheduleError):  # one block alone is too much
-            found.append(ChainPlan.judged("pieces", costs, limit, actions, tier))
+            found.append(Plan.judged("pieces", costs, limit, actions, tier))
     best = fastest(found)
     if rates is None:
         return best
-    no_tier_s = min(each.makespan_s for each in found if each.tier is None)
-    return replace(best, tier=rates, no_tier_s=no_tier_s)
+    return beside(best, rates, fastest(each for each in found if each.tier is None))
 
 
 def _slots(costs: StageCosts) -> int:

@@ -14,8 +14,8 @@ from ...actions import Advance, EndForward, Free, Load, Reverse, Save, Schedule,
 from ...errors import ArgumentError
 from ...model.costs import Costs
 from ...schedule.simulation import Simulation
+from ..base import Plan, require_steps
 from ..predict import ACTIONS_PER_STEP, Counts
-from ..uniform import UniformPlan, require_steps
 from .binomial import forward_and_reverse, nu, reverse_actions
 
 
@@ -30,7 +30,7 @@ def revolve_schedule(slots: int, n_steps: int) -> Schedule:
     return forward_and_reverse(reverse_actions(0, n_steps, slots))
 
 
-def revolve(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+def revolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the plan that uses the fast slots alone, optimally.
 
     Examples
@@ -40,7 +40,7 @@ def revolve(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     (3637, 5637.0)
     """
     n = require_steps(n_steps, "revolve")
-    return UniformPlan.predicted(
+    return Plan.predicted(
         "revolve",
         costs,
         slots,
@@ -51,7 +51,7 @@ def revolve(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     )
 
 
-def plain_revolve(planner: str, costs: Costs, slots: int, n_steps: int, why: str) -> UniformPlan:
+def plain_revolve(planner: str, costs: Costs, slots: int, n_steps: int, why: str) -> Plan:
     """Return Revolve's plan under the name of a planner that finds nothing to add to it."""
     note = f"{why}: plain Revolve from the fast slots."
     return replace(revolve(costs, slots, n_steps), planner=planner, note=note)
@@ -89,7 +89,7 @@ def pyrevolve_schedule(slots: int, n_steps: int) -> Schedule:
         yield Free(saved.pop())
 
 
-def pyrevolve(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+def pyrevolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the plan whose schedule comes from pyrevolve's core.
 
     Raises

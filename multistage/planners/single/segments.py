@@ -31,8 +31,8 @@ from ...errors import BudgetError
 from ...model.costs import NOT_KEPT, Costs
 from ...schedule.simulation import Simulation
 from ...support.arrays import Integers, Reals
+from ..base import MOST_STEPS, Plan, require_steps
 from ..predict import Counts
-from ..uniform import MOST_STEPS, UniformPlan, require_steps
 from .binomial import forward_and_reverse
 
 
@@ -45,7 +45,7 @@ def store_all_schedule(n_steps: int) -> Schedule:
         yield Reverse(i)
 
 
-def store_all(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+def store_all(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the plan that keeps every tape in fast memory.
 
     Raises
@@ -64,7 +64,7 @@ def store_all(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
         raise BudgetError("store-all keeps all tapes, and of these operators only one exists")
     if peak > slots:
         raise BudgetError(f"store-all needs {peak:g} fast slots, the budget has {slots}")
-    return UniformPlan.predicted(
+    return Plan.predicted(
         "store-all",
         costs,
         slots,
@@ -147,7 +147,7 @@ def _seconds(costs: Costs, n: int, lengths: Integers) -> Reals:
     return seconds
 
 
-def periodic(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+def periodic(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the plan with the fastest of the segment lengths that fit.
 
     More slots let more lengths fit, so that they never make the plan slower.
@@ -180,7 +180,7 @@ def periodic(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     length = int(lengths[at])
     segments = -(-n // length)
     forward_steps = n + (segments - 1) * (length - 1)
-    return UniformPlan.predicted(
+    return Plan.predicted(
         "periodic",
         costs,
         slots,
@@ -303,7 +303,7 @@ def _take(counts: _Count, costs: Costs, n: int) -> Simulation:
     return found.take(costs, n, counts.actions + 2)
 
 
-def recursive(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+def recursive(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the plan of recursive segments with the branching that costs least.
 
     Raises
@@ -333,7 +333,7 @@ def recursive(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
             f"the budget has {slots}"
         )
     use, branch = min(found, key=lambda entry: (entry[0].makespan_s, entry[1]))
-    return UniformPlan.predicted(
+    return Plan.predicted(
         "recursive",
         costs,
         slots,

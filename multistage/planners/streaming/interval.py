@@ -46,10 +46,10 @@ from ...actions import (
 from ...model.costs import Costs
 from ...schedule.simulation import Simulation
 from ...support.arrays import Reals
+from ..base import Plan, require_steps
 from ..predict import ACTIONS_PER_STEP, with_actions
 from ..single.binomial import NuTable, nu, reverse_actions
 from ..single.revolve import plain_revolve
-from ..uniform import UniformPlan, require_steps
 
 
 def interval_schedule(interval: int, slots: int, queue: int, n_steps: int) -> Schedule:
@@ -117,7 +117,7 @@ def interval_schedule(interval: int, slots: int, queue: int, n_steps: int) -> Sc
         yield Free(start)
 
 
-def interval(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+def interval(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the best plan of the paper's form: I = ceil(rho), or longer, or Revolve.
 
     Examples
@@ -142,7 +142,7 @@ def interval(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     return made if made.makespan_s <= plain.makespan_s else plain
 
 
-def shortest_interval(costs: Costs, slots: int, n_steps: int) -> UniformPlan | None:
+def shortest_interval(costs: Costs, slots: int, n_steps: int) -> Plan | None:
     """Return the plan that writes the most the tier keeps up with, even where Revolve is faster.
 
     Where the tier keeps up with no interval, state 0 alone is written.  None for
@@ -186,7 +186,7 @@ def _lengths(least: int, n_steps: int) -> Reals:
 _EVERY_LENGTH = 1 << 12
 
 
-def _revolve(costs: Costs, slots: int, n: int) -> UniformPlan:
+def _revolve(costs: Costs, slots: int, n: int) -> Plan:
     why = "No interval pays, reaches the slow tier in time and fits there"
     return plain_revolve("interval", costs, slots, n, why)
 
@@ -239,7 +239,7 @@ def _seconds(costs: Costs, slots: int, n: int, lengths: Reals) -> Reals:
     return seconds
 
 
-def _over(costs: Costs, slots: int, n: int, length: int) -> UniformPlan:
+def _over(costs: Costs, slots: int, n: int, length: int) -> Plan:
     """Return the plan with intervals of `length` steps."""
     tier = costs.tier
     assert tier is not None
@@ -264,7 +264,7 @@ def _over(costs: Costs, slots: int, n: int, length: int) -> UniformPlan:
         peak_slots=peak,
     )
     make = partial(interval_schedule, length, slots, tier.queue_depth, n)
-    return UniformPlan.predicted(
+    return Plan.predicted(
         "interval",
         costs,
         slots,

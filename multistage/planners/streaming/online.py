@@ -41,10 +41,10 @@ from ...model.costs import Costs
 from ...model.tier import Tier
 from ...schedule.simulation import Simulation
 from ...support.arrays import Integers
+from ..base import Plan, require_steps
 from ..predict import ACTIONS_PER_STEP, Counts, with_actions
 from ..single.binomial import beta, nu, repetitions, reverse_actions
 from ..single.revolve import revolve_takes
-from ..uniform import UniformPlan, require_steps
 from .form import Form, ring_prediction, timed
 from .reserve import Reservation
 from .streaming import SPACINGS, streaming, streaming_spacing
@@ -169,7 +169,7 @@ def _ring(costs: Costs, slots: int) -> Form:
     return min((least, *(replace(least, spacing=spacing) for spacing in wider)), key=taken)
 
 
-def online(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+def online(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the plan an online schedule would follow were its length `n_steps`.
 
     The schedule itself never looks at `n_steps`; the figures do.
@@ -180,7 +180,7 @@ def online(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
         run = ring_prediction(_ring(costs, slots), costs, slots, n)
     else:
         run = with_actions(_dynamic_takes(costs, slots, n), make, costs, slots, n)
-    return UniformPlan.predicted(
+    return Plan.predicted(
         "online",
         costs,
         slots,
@@ -251,7 +251,7 @@ def _dynamic_takes(costs: Costs, slots: int, n: int) -> Simulation:
 _SHARE = 20
 
 
-def durable_plan(costs: Costs, slots: int, n_steps: int) -> UniformPlan:
+def durable_plan(costs: Costs, slots: int, n_steps: int) -> Plan:
     """Return the plan of a durable run: streaming, but one that writes states.
 
     Examples
@@ -266,7 +266,7 @@ def durable_plan(costs: Costs, slots: int, n_steps: int) -> UniformPlan:
     if plan.writes:
         return plan
     sweep = _sweep(costs, slots, n_steps)
-    return UniformPlan.predicted(
+    return Plan.predicted(
         "streaming",
         costs,
         slots,

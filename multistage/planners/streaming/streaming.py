@@ -46,9 +46,9 @@ from ... import native
 from ...actions import Schedule
 from ...model.costs import Costs
 from ...schedule.simulation import Simulation
+from ..base import Plan, require_steps
 from ..single.binomial import beta, nu
 from ..single.revolve import plain_revolve
-from ..uniform import UniformPlan, require_steps
 from .form import SIMULATED, Form, prediction, run_form, timed
 from .interval import interval
 from .reserve import Reservation
@@ -88,7 +88,7 @@ def streaming_spacing(costs: Costs) -> float:
     return max(1.0, tier.write_s / step_s, (tier.read_s + step_s) / (step_s + turn_s))
 
 
-def streaming(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+def streaming(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the streaming plan, or Revolve's where streaming cannot pay.
 
     Examples
@@ -135,7 +135,7 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
         return fallback
     if paper.makespan_s < predicted.makespan_s:
         return replace(paper, planner="streaming", note=f"The paper's rule. {paper.note}")
-    return UniformPlan.predicted(
+    return Plan.predicted(
         "streaming",
         costs,
         slots,

@@ -25,10 +25,10 @@ from ... import native
 from ...actions import Advance, Drop, Free, Get, Load, Put, Schedule, waited
 from ...model.costs import Costs
 from ...model.tier import Tier
+from ..base import Plan, require_steps
 from ..predict import Counts, counted_plan, transfer_s
 from ..single.binomial import forward_and_reverse, nu, reverse_actions
 from ..single.revolve import plain_revolve
-from ..uniform import UniformPlan, require_steps
 from .levels import (
     ADVANCE,
     DROP,
@@ -122,7 +122,7 @@ def _levels(tiers: tuple[Tier, ...], order: tuple[int, ...], slots: int) -> tupl
 
 def _over_tiers(
     planner: str, costs: Costs, tiers: tuple[Tier, ...], slots: int, n_steps: int, note: str
-) -> UniformPlan:
+) -> Plan:
     first, *others = _orders(tiers)
     # What another order would take longer for than a planner may is not worth it.
     each_s = solving_s(_levels(tiers, first, slots), n_steps)
@@ -165,7 +165,7 @@ def worth_ranking(costs: Costs, slots: int, n_steps: int) -> bool:
     return len(orders) * solving_s(levels, n_steps) <= _CHEAP_S * share
 
 
-def h_revolve(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+def h_revolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the optimal plan that waits for every transfer, over all tiers of `costs`.
 
     Raises
@@ -187,7 +187,7 @@ def h_revolve(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
     return _over_tiers("h-revolve", costs, costs.tiers, slots, n, note)
 
 
-def disk_revolve(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+def disk_revolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the optimal plan that waits for every transfer to and from the first tier.
 
     Disk-Revolve knows no bound of the disk; where the tier has one, this is

@@ -34,10 +34,10 @@ from ...actions import Advance, EndForward, Free, Load, Reverse, Save, Schedule,
 from ...model.costs import Costs
 from ...schedule.rules import check
 from ...support.arrays import Reals
+from ..base import Plan, require_steps
 from ..predict import Counts, counted_plan
 from ..single.binomial import nu
 from ..single.revolve import plain_revolve
-from ..uniform import UniformPlan, require_steps
 from .levels import MOST_S, PLAIN_PER_S, PLANNING_S, PRUNED_PER_S, Rows, affordable
 
 # What "auto" spends on it, some tens of milliseconds each: seconds for the
@@ -185,7 +185,7 @@ def worth_trying(costs: Costs, slots: int, n_steps: int) -> bool:
     return n_steps <= _CHEAP_STEPS and slots * n_steps**2 / 2 <= _CHEAP_S * per_s
 
 
-def mixed(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+def mixed(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the optimal plan whose slots hold states or tapes.
 
     Raises

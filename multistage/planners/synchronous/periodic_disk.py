@@ -24,10 +24,10 @@ import numpy as np
 
 from ...actions import Advance, Drop, Free, Get, Load, Put, Schedule, waited
 from ...model.costs import Costs
+from ..base import Plan, require_steps
 from ..predict import Counts, counted_plan, transfer_s
 from ..single.binomial import NuTable, beta, forward_and_reverse, nu, reverse_actions
 from ..single.revolve import plain_revolve
-from ..uniform import UniformPlan, require_steps
 
 _ALL_PERIODS = 1 << 16
 
@@ -113,7 +113,7 @@ def best_period(
     return (int(periods[best]), int(low[best])) if low[best] else (0, 0)
 
 
-def periodic_disk(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+def periodic_disk(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the plan with the period and number of stored states that cost least.
 
     Examples

@@ -46,10 +46,10 @@ from ...actions import (
 from ...errors import ArgumentError
 from ...model.costs import Costs
 from ...support.arrays import Flags, Integers, Reals
+from ..base import Plan, require_steps
 from ..predict import Counts, counted_plan, transfer_s
 from ..single.binomial import TRAJECTORIES, Trajectory, accesses, first_advance, nu
 from ..single.revolve import plain_revolve
-from ..uniform import UniformPlan, require_steps
 
 # Steps of all candidates together, about a second.
 _MOST_WORK = 1 << 25
@@ -166,7 +166,7 @@ def _allocated(priced: Reals, fast: int, top_fast: bool) -> Flags | None:
     return in_tier
 
 
-def stumm_walther(costs: Costs, slots: int, n_steps: int | None) -> UniformPlan:
+def stumm_walther(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the plan of the split that costs least.
 
     Raises

@@ -14,7 +14,9 @@ from ...errors import BudgetError
 from ...model.budget import memory_bytes
 from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
-from ...planners.chain.heterogeneous import ChainPlan, plan_chain
+from ...planners import Plan
+from ...planners.chain.at_once import OFFLOADING, beside
+from ...planners.chain.heterogeneous import plan_chain
 from ...support.units import format_bytes
 from ..chains.hooking import hooks_s
 from ..environment.randomness import cuda_or_cpu
@@ -28,7 +30,7 @@ from .limited import LimitedModule, is_plain, sends
 # and what is chosen for less is noise.
 PAYS = 0.98
 
-Choice: TypeAlias = tuple[Profile, ChainPlan]
+Choice: TypeAlias = tuple[Profile, Plan]
 
 
 def chosen(
@@ -67,7 +69,7 @@ def chosen(
             raise min(alone, error, key=_least_of) from None
     if tiered is None or plan.keeps_all:
         return plain
-    offload_s = None
+    offloading = None
     try:
         best = _best_with_tier(sequential, tiered, [profile], plan.memory_bytes, together)
     except BudgetError:
@@ -75,10 +77,11 @@ def chosen(
     else:
         if sends(best[1]) and best[1].makespan_s <= PAYS * plan.makespan_s:
             return best
-        offload_s = best[1].offload_s
+        offloading = best[1].candidate(OFFLOADING)
     tiered.leave()
+    assert tiered.rates is not None
     # Printed, it says what the tier was measured to be, and its lower bound.
-    return profile, replace(plan, tier=tiered.rates, no_tier_s=plan.makespan_s, offload_s=offload_s)
+    return profile, beside(plan, tiered.rates, plan, offloading)
 
 
 def _best_with_tier(
@@ -127,7 +130,7 @@ def _best_without(
     chain = sequential._multistage
     limit = _in_bytes(profiles[0], memory)  # a fraction is of what the first counts
 
-    def planned(costs: StageCosts) -> ChainPlan:
+    def planned(costs: StageCosts) -> Plan:
         plan = plan_chain(costs, limit, chain.planner, segments=chain.segments)
         # A plain one runs without the executor.
         return replace(plan, makespan_s=plan.plain_s) if is_plain(plan) else plan
@@ -135,7 +138,7 @@ def _best_without(
     return _best(profiles, planned)
 
 
-def _best(profiles: Sequence[Profile], planned: Callable[[StageCosts], ChainPlan]) -> Choice:
+def _best(profiles: Sequence[Profile], planned: Callable[[StageCosts], Plan]) -> Choice:
     """Return the fastest plan, with the profile it is for.
 
     Raises
@@ -143,7 +146,7 @@ def _best(profiles: Sequence[Profile], planned: Callable[[StageCosts], ChainPlan
     BudgetError
         Of the smallest limit that works, if there is none.
     """
-    found: list[tuple[float, int, ChainPlan]] = []
+    found: list[tuple[float, int, Plan]] = []
     refused: list[BudgetError] = []
     for number, profile in enumerate(profiles):
         try:
@@ -165,7 +168,7 @@ def _least_of(error: BudgetError) -> int:
     return error.least_bytes if error.least_bytes is not None else sys.maxsize
 
 
-def _streaming(costs: StageCosts, memory: int | None, rates: Tier, slowdown: float) -> ChainPlan:
+def _streaming(costs: StageCosts, memory: int | None, rates: Tier, slowdown: float) -> Plan:
     """Return the fastest plan with a tier, what transfers take from computing included."""
     plan = plan_chain(_slower(costs, 1.0), memory, "optimal", tiers=rates)
     factor = 1 + slowdown * _busy(plan)
@@ -189,10 +192,10 @@ def _slower(costs: StageCosts, factor: float) -> StageCosts:
     return replace(costs, stages=tuple([slower(each) for each in costs.stages]))
 
 
-def _busy(plan: ChainPlan) -> float:
+def _busy(plan: Plan) -> float:
     """Return the share of its time in which a plan has something on the way."""
     assert plan.tier is not None
-    stages, seconds = plan.costs.stages, 0.0
+    stages, seconds = plan.stage_costs.stages, 0.0
     for action in plan.actions:
         if isinstance(action, Put | Get):
             nbytes = stages[action.step].tape_bytes if action.tape else 0

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from ...actions import Put
 from ...model.stages import StageCosts
-from ...planners.chain.heterogeneous import ChainPlan, ChainPlanner
+from ...planners import Plan
+from ...planners.chain.heterogeneous import ChainPlanner
 from ..environment.randomness import device_types
 from ..environment.scope import Found, Scope
 from ..environment.settings import Settings
@@ -30,12 +31,12 @@ from ..tracing.captured import GraphStages
 _ROOMY = 4  # times what plain training was measured to take
 
 
-def sends(plan: ChainPlan) -> bool:
+def sends(plan: Plan) -> bool:
     """Whether a plan sends anything to a tier."""
     return any(isinstance(action, Put) for action in plan.actions)
 
 
-def is_plain(plan: ChainPlan) -> bool:
+def is_plain(plan: Plan) -> bool:
     """Whether a plan is plain training: nothing is run again, and nothing travels."""
     return plan.keeps_all and not sends(plan)
 
@@ -63,7 +64,7 @@ class Planned:
     stages: list[Call]
     profile: Profile
     measured: Profile  # which `profile` counts one way
-    plan: ChainPlan
+    plan: Plan
     checked: Checked
     sizes: Sizes = field(default_factory=Sizes)  # of the whole, where it runs as it is
     running: Running = field(default_factory=Running)
@@ -113,7 +114,7 @@ class Limited:
     check: Check
     tiered: Tiered | None = None
     graph: GraphStages | None = None  # of a model that TorchDynamo captured
-    plan: ChainPlan | None = None
+    plan: Plan | None = None
     checked: Checked | None = None
     functions: Scope | None = None  # of stages that are no modules
     whole: Scope | None = None  # of all stages

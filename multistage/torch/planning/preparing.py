@@ -28,7 +28,7 @@ import torch
 
 from ...errors import ArgumentError, BudgetError, CheckpointWarning, MultistageError, StoreError
 from ...model.stages import Stage, StageCosts
-from ...planners.chain.heterogeneous import ChainPlan, smallest_memory
+from ...planners import Plan
 from ...support.units import format_bytes
 from ..chains.holdings import CannotTravel
 from ..environment.scope import Found
@@ -71,7 +71,7 @@ _Value = TypeVar("_Value", int, float)
 Measured: TypeAlias = tuple[Kind, Planned]
 
 
-def prepared(sequential: LimitedModule, state: object) -> ChainPlan:
+def prepared(sequential: LimitedModule, state: object) -> Plan:
     """Return the plan for a state, made as a training step would."""
     with torch.enable_grad():
         return planned_for(sequential, state, whole(sequential), together=True).plan
@@ -207,17 +207,10 @@ def replanned(sequential: LimitedModule, planned: Planned, state: object) -> Pla
     return replaced(chain, planned, anew)
 
 
-def _worth_changing(plan: ChainPlan, found: ChainPlan, tiered: Tiered) -> ChainPlan:
+def _worth_changing(plan: Plan, found: Plan, tiered: Tiered) -> Plan:
     """Return a new plan, or the old one as the rates seen make it, if that is hardly slower."""
-    old = ChainPlan.judged(
-        plan.planner,
-        plan.costs,
-        plan.memory_bytes,
-        plan.actions,
-        tiered.rates,
-        no_tier_s=found.no_tier_s if sends(found) else found.makespan_s,
-        offload_s=found.offload_s,
-    )
+    old = Plan.judged(plan.planner, plan.stage_costs, plan.memory_bytes, plan.actions, tiered.rates)
+    old = replace(old, candidates=found.candidates)
     return old if PAYS * old.makespan_s <= found.makespan_s and sends(found) else found
 
 

@@ -14,7 +14,7 @@ import torch
 from ...errors import ArgumentError, BudgetError
 from ...execute.late import Stages
 from ...model.stages import StageCosts
-from ...planners.chain.heterogeneous import ChainPlan
+from ...planners import Plan
 from ..chains.runner import Run
 from ..environment.randomness import refuse_hidden_draws
 from ..environment.scope import Found
@@ -103,7 +103,7 @@ def with_sizes(profile: Profile, sizes: Sequence[Sizes | None]) -> Profile:
     return replace(profile, traits=tuple(traits))
 
 
-def _refuse_unhooked(profile: Profile, plan: ChainPlan) -> None:
+def _refuse_unhooked(profile: Profile, plan: Plan) -> None:
     """Refuse plans that run stages again whose tape only torch itself can make."""
     for i in sorted({*range(len(profile.traits))} - {*plan.kept}):
         if profile.traits[i].unhooked:
@@ -181,7 +181,7 @@ def _at_least(now: Profile, before: Profile, larger: LargerError) -> Profile:
 _MOST_PLANS = 4  # for each stage and input, if they are larger each time
 
 
-def _tier(sequential: LimitedModule, plan: ChainPlan) -> ChainTier | None:
+def _tier(sequential: LimitedModule, plan: Plan) -> ChainTier | None:
     """Return the tier that a plan sends to, None if it sends nothing."""
     tiered = sequential._multistage.tiered
     if tiered is None or not sends(plan):
@@ -246,14 +246,14 @@ def run(
     )
 
 
-def _course(plan: ChainPlan) -> Stages | None:
+def _course(plan: Plan) -> Stages | None:
     """Return what is asked where the tier is late; None for a plan without a limit."""
     if plan.tier is None or plan.memory_bytes is None:
         return None
     return Stages(plan, inside=True)
 
 
-def _note_left(chain: Limited, plan: ChainPlan, course: Stages | None) -> None:
+def _note_left(chain: Limited, plan: Plan, course: Stages | None) -> None:
     """Log that a run went on without its tier; the next one is planned for the tier as it is."""
     assert course is not None
     chain.plan = replace(plan, given_up=course.given_up)

@@ -24,8 +24,8 @@ from ...backends.lifetimes import Birth, Ending, end
 from ...errors import BudgetError, MultistageError
 from ...execute.executor import Executor
 from ...execute.late import EqualSteps, Late, Stages
-from ...model.stages import StageCosts
 from ...model.tier import Tier
+from ...planners import Plan
 from ...planners.single.revolve import revolve_schedule
 from ...reversing.streamed import largest_of
 from ...schedule.rules import Rules
@@ -175,19 +175,19 @@ def _scheduled(
     assert plan is not None
     # Of equal chunks the last may be shorter: a range takes no memory.
     cuts = chosen.cuts or range(0, given.inputs.steps + chosen.chunk, chosen.chunk)
-    if settings.costs is None or chosen.chain is None:
+    if settings.costs is None or not plan.actions:
         chain = ThroughTime(given, cuts)
         chain.allowance = Allowance(chosen, given.facts, given.inputs)
     else:
-        chain = ThroughTime(given, cuts, chosen.chain.costs)
+        chain = ThroughTime(given, cuts, plan.stage_costs)
         chain.weighs, chain.done = not known.weighed, known.was_weighed
     chain.samples = KNOWN.looks(given.cells, chain.n_steps)
     if not plan.writes:
         store = None
-    if chosen.chain is None:
+    if not plan.actions:
         course = _equal_course(chosen, settings, names, store, layout, given.device)
     else:
-        course = _course(chosen, settings, names, store)
+        course = _course(chosen, plan, settings, names, store)
     return _through(chain, state, course, Bars(settings.progress))
 
 
@@ -231,7 +231,7 @@ def _equal_course(
     return Course(
         plan.schedule,
         TensorStates(names),
-        plan.costs.forward_step_s,
+        plan.step_costs.forward_step_s,
         slots=plan.slots,
         store=store,
         record=layout.record,
@@ -252,26 +252,27 @@ def _slowed(tier: Tier, timeline: Timeline) -> Tier:
 
 
 def _course(
-    chosen: UnrollPlan, settings: Settings, names: Sequence[str], store: Store | None
+    chosen: UnrollPlan,
+    plan: Plan,
+    settings: Settings,
+    names: Sequence[str],
+    store: Store | None,
 ) -> Course:
     """Return how chunks that differ are run, each action judged byte by byte.
 
     The limit is the user's; what the caller holds and the buffers of the tier are beside it.
     """
-    plan, chain = chosen.plan, chosen.chain
-    assert plan is not None and chain is not None
-    costs, reserved = chain.costs, chain.costs.stages[-1].output_bytes
+    costs, reserved = plan.stage_costs, plan.stage_costs.stages[-1].output_bytes
     layout = largest_of(costs)
     reserved += 0 if store is None else store.buffer_bytes(layout)
-    rules = partial(_rules_of, costs, chosen.memory_bytes - reserved)
-    schedule: Callable[[], Schedule] = plan.schedule
-    states, step_s = TensorStates(names, varied=True), plan.costs.forward_step_s
+    rules = partial(Rules.in_bytes, costs, chosen.memory_bytes - reserved, recovers=True)
+    states, step_s = TensorStates(names, varied=True), costs.mean().forward_step_s
     if store is None:
-        return Course(schedule, states, step_s, rules=rules)
-    course = Stages(chain, inside=False)
+        return Course(plan.schedule, states, step_s, rules=rules)
+    course = Stages(plan, inside=False)
     store.queue_depth = max(store.queue_depth, plan.writes)
     key = rates_key(settings, costs)
-    rates = KNOWN.tiers.get(key) or chain.tier
+    rates = KNOWN.tiers.get(key) or plan.tier
     assert rates is not None
 
     def was_late(_: Timeline) -> None:
@@ -279,7 +280,7 @@ def _course(
         KNOWN.was_late(settings.tiers, chosen, key, course.slowed(rates))
 
     return Course(
-        schedule,
+        plan.schedule,
         states,
         step_s,
         rules=rules,
@@ -288,11 +289,6 @@ def _course(
         late=Late(course),
         was_late=was_late,
     )
-
-
-def _rules_of(costs: StageCosts, limit: int) -> Rules:
-    """Return the machine that judges the chunks' actions within a limit."""
-    return Rules.in_bytes(costs, limit, recovers=True)
 
 
 # ---------------------------------------------------------- one operation of autograd

@@ -21,13 +21,11 @@ from ...model.budget import Budget
 from ...model.costs import Costs
 from ...model.stages import StageCosts
 from ...model.tier import Tier
-from ...planners import UniformPlan, plan
+from ...planners import Plan, plan
 from ...planners.chain.heterogeneous import plan_chain
 from ...planners.chain.joint_core import require_core
 from ...planners.chain.pieces import MOST_AT_ONCE, plan_within
-from ...planners.chain.plan import ChainPlan
 from ...planners.streaming.interval import shortest_interval
-from ...reversing.described import described
 from ...reversing.streamed import (
     MOST_STREAMED,
     bounded,
@@ -60,9 +58,8 @@ class Found:
     peak_bytes: int
     planner: str
     chunk: int = 1
-    plan: UniformPlan | None = None
+    plan: Plan | None = None
     cuts: tuple[int, ...] = ()
-    chain: ChainPlan | None = None
 
 
 def choose(
@@ -102,9 +99,8 @@ def choose(
         peak_bytes=best.peak_bytes,
         makespan_s=best.seconds,
         keep_bytes=keep,
-        plan=best.plan if best.chain is None else described(best.chain),
+        plan=best.plan,
         alternatives=tuple((e.planner, e.chunk, e.seconds, e.peak_bytes) for e in found),
-        chain=best.chain,
         cuts=best.cuts,
     )
 
@@ -221,7 +217,7 @@ class Equal:
         return min(self._least, default=None)
 
 
-def _scheduled(costs: Costs, slots: int, n: int, planner: str) -> UniformPlan:
+def _scheduled(costs: Costs, slots: int, n: int, planner: str) -> Plan:
     """Return the best schedule; with planner "stream" one that writes, if any can."""
     best = plan(costs, Budget(slots=slots), n)
     if planner != "stream" or best.writes:
@@ -328,9 +324,9 @@ class Unequal:
         if error.least_bytes is not None:
             heapq.heappush(self._least, (error.least_bytes, cuts))
 
-    def _entry(self, plan: ChainPlan, planner: str, cuts: tuple[int, ...], buffers: int) -> Found:
+    def _entry(self, plan: Plan, planner: str, cuts: tuple[int, ...], buffers: int) -> Found:
         peak = plan.peak_bytes + self._held + buffers
-        return Found(plan.makespan_s, peak, planner, longest(cuts), cuts=cuts, chain=plan)
+        return Found(plan.makespan_s, peak, planner, longest(cuts), plan, cuts)
 
     def _streamed_by(self, recomputed: Sequence[Found]) -> list[Found]:
         """Return plans that write states to a tier."""
@@ -427,7 +423,7 @@ def longest(cuts: Sequence[int]) -> int:
     return max((b - a for a, b in itertools.pairwise(cuts)), default=1)
 
 
-def _streaming(costs: StageCosts, room: int, rates: Tier, *, by_name: bool) -> ChainPlan:
+def _streaming(costs: StageCosts, room: int, rates: Tier, *, by_name: bool) -> Plan:
     """Return a plan with a tier; by name one that writes, if there is one.  Raises BudgetError."""
     plan = plan_chain(costs, max(1, room), tiers=rates, progress=False)
     if by_name and not _writes(plan):
@@ -435,7 +431,7 @@ def _streaming(costs: StageCosts, room: int, rates: Tier, *, by_name: bool) -> C
     return plan
 
 
-def _pins(plan: ChainPlan) -> bool:
+def _pins(plan: Plan) -> bool:
     """Whether a state leaves for the tier while the graph that starts from it is held.
 
     The graph refers to its input, so that the state's memory would not be free.
@@ -462,11 +458,11 @@ def _with_inputs(costs: StageCosts) -> StageCosts:
     return replace(costs, stages=tuple(found))
 
 
-def _writes(plan: ChainPlan) -> bool:
+def _writes(plan: Plan) -> bool:
     return any(isinstance(action, Put) for action in plan.actions)
 
 
-def _made_to_write(kept: ChainPlan, room: int, rates: Tier) -> ChainPlan | None:
+def _made_to_write(kept: Plan, room: int, rates: Tier) -> Plan | None:
     """Return a plan that writes though it does not pay, None if there is none."""
     free = replace(
         rates, write_s=0.0, read_s=0.0, write_bytes_per_s=math.inf, read_bytes_per_s=math.inf
@@ -474,9 +470,9 @@ def _made_to_write(kept: ChainPlan, room: int, rates: Tier) -> ChainPlan | None:
     for part in _LESS:
         limit = max(1, int(part * min(room, kept.peak_bytes)))
         with contextlib.suppress(BudgetError):
-            plan = plan_chain(kept.costs, limit, tiers=free, progress=False)
+            plan = plan_chain(kept.stage_costs, limit, tiers=free, progress=False)
             if _writes(plan):
-                plan = replace(plan, tier=rates, memory_bytes=room)
+                plan = replace(plan, tiers=(rates,), memory_bytes=room)
                 use = plan.simulate()
                 return replace(plan, makespan_s=use.makespan_s, stall_s=use.stall_s)
     return None

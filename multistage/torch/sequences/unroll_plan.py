@@ -9,8 +9,7 @@ from typing import Literal
 from tabulate import tabulate
 
 from ...model.stages import Stage
-from ...planners import UniformPlan
-from ...planners.chain.plan import ChainPlan
+from ...planners import Plan
 from ...planners.pages import brief_parts, plan_parts
 from ...support.units import format_bytes, format_seconds
 from ...view import save_text
@@ -43,15 +42,12 @@ class UnrollPlan:
         Predicted, forward and backward.
     keep_bytes : int
         What plain autograd is predicted to take.
-    plan : UniformPlan or None
-        The schedule of chunks.
+    plan : Plan or None
+        The schedule of chunks; where steps differ, its costs are those of each chunk.
     alternatives : tuple of (planner, chunk, makespan_s, peak_bytes)
         All that fit, the fastest first.
     checked : Checked or None
         What the check found; see `unroll`.
-    chain : ChainPlan or None
-        Where steps differ: the plan of the chunks as a chain of stages, with the costs
-        of each.
     cuts : tuple of int
         Where steps differ: the first time step of each chunk, and behind the last the
         number of all.
@@ -68,10 +64,9 @@ class UnrollPlan:
     peak_bytes: int
     makespan_s: float
     keep_bytes: int
-    plan: UniformPlan | None
+    plan: Plan | None
     alternatives: tuple[tuple[str, int, float, int], ...]
     checked: Checked | None = None
-    chain: ChainPlan | None = None
     cuts: tuple[int, ...] = ()
     kinds: tuple[tuple[Stage, int], ...] = ()
     by_values: bool = False
@@ -79,7 +74,7 @@ class UnrollPlan:
     def summary(self) -> str:
         """Return the plan in one line."""
         what = f"{self.planner}, chunks of {self.chunk}" if self.plan else self.planner
-        if self.chain is not None:
+        if self.cuts:
             what = f"{self.planner}, {len(self.cuts) - 1} chunks of up to {self.chunk}"
         return (
             f"plan {what}: {self.n_steps} steps within {format_bytes(self.memory_bytes)}: "
@@ -105,11 +100,9 @@ class UnrollPlan:
             lines += ["", "Kinds of steps:", "", tabulate(self._kinds(), headers="keys")]
         if self.checked is not None:
             lines += ["", f"Checked against plain autograd: {self.checked}."]
-        if self.chain is not None:
-            short = len(self.chain.costs.stages) <= _SHOWN
-            lines += ["", str(self.chain) if short else self.chain.summary()]
-        elif self.plan is not None:
-            lines += ["", str(self.plan)]
+        if self.plan is not None:
+            short = not self.plan.actions or self.plan.n_steps <= _SHOWN
+            lines += ["", str(self.plan) if short else self.plan.summary()]
         return "\n".join(lines)
 
     def _kinds(self) -> list[dict[str, object]]:

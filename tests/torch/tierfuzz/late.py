@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 from multistage.actions import Action
 from multistage.execute.late import Stages
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
-from multistage.planners.chain.heterogeneous import ChainPlan, plan_chain
+from multistage.planners import Plan
 from multistage.planners.chain.memory import use_of
 
 
@@ -24,23 +23,17 @@ def random_costs(rng: random.Random, n: int) -> StageCosts:
     return StageCosts(tuple(stages), 20, 20)
 
 
-def as_planned(rng: random.Random, actions: list[Action], n: int) -> ChainPlan:
+def as_planned(rng: random.Random, actions: list[Action], n: int) -> Plan:
     """Return any legal actions as a plan for random costs, within what they take."""
     costs = random_costs(rng, n)
     total = sum(stage.tape_bytes for stage in costs.stages)
     rate = total / (6 * n * rng.choice([0.3, 1.0, 3.0]))
     tier = Tier.of_rates(rate, rate)
     use = use_of(actions, costs, (tier,))
-    return replace(
-        plan_chain(costs),
-        tier=tier,
-        actions=tuple(actions),
-        memory_bytes=use.peak_bytes + rng.choice([0, 0, 50]),
-        makespan_s=use.makespan_s,
-        peak_bytes=use.peak_bytes,
-    )
+    limit = use.peak_bytes + rng.choice([0, 0, 50])
+    return Plan.judged("optimal", costs, limit, actions, tier)
 
 
-def course(plan: ChainPlan) -> Stages:
+def course(plan: Plan) -> Stages:
     """Return what is asked where the tier of a plan is said to be late."""
     return Stages(plan, inside=True)
