@@ -317,7 +317,7 @@ class Layouts:
         self.nbytes = self.first.nbytes
         self.held_bytes = 0
 
-    def count(self, arrays: Sequence[Any], sign: int = 1) -> None:
+    def count(self, arrays: Sequence[Array], sign: int = 1) -> None:
         """Count what a slot holds from now on or, with -1, gives back."""
         self.held_bytes += sign * sum(array.nbytes for array in arrays)
 

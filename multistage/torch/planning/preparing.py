@@ -29,6 +29,7 @@ import torch
 from ...errors import ArgumentError, BudgetError, CheckpointWarning, MultistageError, StoreError
 from ...model.stages import Stage, StageCosts
 from ...planners import Plan
+from ...planners.chain.heterogeneous import smallest_memory
 from ...support.units import format_bytes
 from ..chains.holdings import CannotTravel
 from ..environment.scope import Found
