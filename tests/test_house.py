@@ -161,7 +161,7 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 59_190,
+    "package_lines": 59_191,
     "classes": 457,
     "functions": 3523,
     "files_under_60": 4,

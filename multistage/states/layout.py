@@ -317,9 +317,10 @@ class Layouts:
         self.nbytes = self.first.nbytes
         self.held_bytes = 0
 
-    def count(self, arrays: Sequence[Array], sign: int = 1) -> None:
-        """Count what a slot holds from now on or, with -1, gives back."""
-        self.held_bytes += sign * sum(array.nbytes for array in arrays)
+    def count(self, arrays: Sequence[object], sign: int = 1) -> None:
+        """Count the arrays that a slot holds from now on or, with -1, gives back."""
+        sized: Sequence[Any] = arrays
+        self.held_bytes += sign * sum(array.nbytes for array in sized)
 
     def at(self, step: int) -> Layout:
         """Return the layout of a state that has been seen."""
