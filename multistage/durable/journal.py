@@ -1,4 +1,4 @@
-"""What the folder of a durable run holds: the journal, read and begun again.
+"""What the folder of a durable run holds: the journal, read back.
 
 The folder is the journal.  Each of its files is complete or absent, so what
 it holds is what was reached:
@@ -14,24 +14,16 @@ it holds is what was reached:
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..backends.arena import pages
-from ..errors import StoreError
 from ..model.costs import Costs
 from ..states.layout import Array
-from ..version import __version__
-from .agreement import Peers
-from .folder import LAST, RUN, SYSTEMS, Folder
+from .folder import LAST, RUN, Folder
 from .headers import BadFile, RunFacts, parse_run
 from .records import OrderedLayout, Records
-
-CLEAN = "multistage clean --force"  # removes a run that is not complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,53 +87,6 @@ def _found(folder: Folder, begin: str, run: bytes, record_bytes: int | None) -> 
             yield found
 
 
-def another_run(folder: Folder, difference: str) -> StoreError:
-    """Return the error for a folder that holds a run which is not the caller's."""
-    return folder.refused(
-        f"it holds another run: {difference}; finish that one, name another folder, "
-        f"or remove it with `{CLEAN} {folder.path}`"
-    )
-
-
-def foreign(folder: Folder, name: str) -> StoreError:
-    """Return the error for a folder with a file that no run of ours wrote."""
-    return folder.refused(
-        f"its file {name!r} was not written by this run, nor by one that was killed here; "
-        "move it, or name another folder"
-    )
-
-
-def facts_of(
-    layout: OrderedLayout, state: object, n_steps: int | None, label: str, peers: Peers
-) -> RunFacts:
-    """Return what distinguishes a run that begins with a state."""
-    packed, _ = layout.pack(layout.arrays(state))
-    structure, leaves = layout.describe()
-    return RunFacts(
-        n_steps=n_steps,
-        structure=structure,
-        leaves=leaves,
-        record_bytes=layout.record_bytes,
-        start=layout.digest(packed).hex(),
-        label=label,
-        package=__version__,
-        rank=peers.rank,
-        ranks=peers.size,
-    )
-
-
-def anew(folder: Folder) -> None:
-    """Remove what a run left; let the next be another, lest it take up what could not go.
-
-    Raises StoreError.
-    """
-    try:
-        folder.clear()
-        folder.number(os.urandom(16))
-    except OSError as error:
-        raise folder.refused(f"what a run left in it cannot be removed: {error}") from error
-
-
 def arrays_in(folder: Folder, layout: OrderedLayout, found: Records) -> list[Array]:
     """Return the arrays of the one record in a file.  Raises OSError, BadFile."""
     if found.record_bytes != layout.record_bytes:
@@ -160,31 +105,3 @@ def rank_name(rank: int) -> str:
 
 
 RANK_NAME = re.compile(r"rank-[0-9]{4,9}")
-
-
-def open_parent(path: Path) -> None:
-    """See that a folder is one for folders of ranks.  Raises StoreError."""
-    with contextlib.closing(Folder(path, create=True)) as folder:
-        for name in folder.names():
-            if not RANK_NAME.fullmatch(name) and not SYSTEMS.fullmatch(name):
-                raise folder.refused(
-                    f"it holds {name!r}, which is no folder of a rank; "
-                    "name a folder for this run alone"
-                )
-
-
-def ours_alone(folder: Folder) -> None:
-    """Raise unless everything in the folder belongs to this kind of run."""
-    if any(RANK_NAME.fullmatch(name) for name in folder.strangers()):
-        raise folder.refused(
-            "it holds the folders of an MPI program's ranks; resume that with MPIReversal, "
-            "or name another folder"
-        )
-    if strangers := folder.strangers():
-        raise folder.refused(
-            f"it holds files that no durable run wrote, such as {strangers[0]!r}; "
-            "name a folder for this run alone"
-        )
-    run = folder.known()
-    if run is None and (others := folder.others(None)):
-        raise foreign(folder, others[0])

@@ -22,27 +22,19 @@ from ..execute.executor import Resumed
 from ..model.chain import Chain
 from ..model.costs import Costs
 from ..states.layout import Array
+from ..version import __version__
 from .adjoints import Adjoints, Recorded, warn_unwritten
 from .agreement import Alone, Found, Peers, agree
-from .folder import LAST, LEFTOVERS, LOCK, RUN, Folder
+from .folder import LAST, LEFTOVERS, LOCK, RUN, SYSTEMS, Folder
 from .headers import BadFile, Kind, RunFacts, encode, run_table
-from .journal import (
-    CLEAN,
-    Journal,
-    anew,
-    another_run,
-    arrays_in,
-    facts_of,
-    foreign,
-    open_parent,
-    ours_alone,
-    rank_name,
-)
+from .journal import RANK_NAME, Journal, arrays_in, rank_name
 from .records import OrderedLayout, Records
 from .store import LINGER_S, DurableStore
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
+
+CLEAN = "multistage clean --force"  # removes a run that is not complete
 
 
 class DurableRun:
@@ -389,3 +381,78 @@ class DurableRun:
             self._leave()
         folder.close()
         self.begun = self.taken = False
+
+
+def another_run(folder: Folder, difference: str) -> StoreError:
+    """Return the error for a folder that holds a run which is not the caller's."""
+    return folder.refused(
+        f"it holds another run: {difference}; finish that one, name another folder, "
+        f"or remove it with `{CLEAN} {folder.path}`"
+    )
+
+
+def foreign(folder: Folder, name: str) -> StoreError:
+    """Return the error for a folder with a file that no run of ours wrote."""
+    return folder.refused(
+        f"its file {name!r} was not written by this run, nor by one that was killed here; "
+        "move it, or name another folder"
+    )
+
+
+def facts_of(
+    layout: OrderedLayout, state: object, n_steps: int | None, label: str, peers: Peers
+) -> RunFacts:
+    """Return what distinguishes a run that begins with a state."""
+    packed, _ = layout.pack(layout.arrays(state))
+    structure, leaves = layout.describe()
+    return RunFacts(
+        n_steps=n_steps,
+        structure=structure,
+        leaves=leaves,
+        record_bytes=layout.record_bytes,
+        start=layout.digest(packed).hex(),
+        label=label,
+        package=__version__,
+        rank=peers.rank,
+        ranks=peers.size,
+    )
+
+
+def anew(folder: Folder) -> None:
+    """Remove what a run left; let the next be another, lest it take up what could not go.
+
+    Raises StoreError.
+    """
+    try:
+        folder.clear()
+        folder.number(os.urandom(16))
+    except OSError as error:
+        raise folder.refused(f"what a run left in it cannot be removed: {error}") from error
+
+
+def open_parent(path: Path) -> None:
+    """See that a folder is one for folders of ranks.  Raises StoreError."""
+    with contextlib.closing(Folder(path, create=True)) as folder:
+        for name in folder.names():
+            if not RANK_NAME.fullmatch(name) and not SYSTEMS.fullmatch(name):
+                raise folder.refused(
+                    f"it holds {name!r}, which is no folder of a rank; "
+                    "name a folder for this run alone"
+                )
+
+
+def ours_alone(folder: Folder) -> None:
+    """Raise unless everything in the folder belongs to this kind of run."""
+    if any(RANK_NAME.fullmatch(name) for name in folder.strangers()):
+        raise folder.refused(
+            "it holds the folders of an MPI program's ranks; resume that with MPIReversal, "
+            "or name another folder"
+        )
+    if strangers := folder.strangers():
+        raise folder.refused(
+            f"it holds files that no durable run wrote, such as {strangers[0]!r}; "
+            "name a folder for this run alone"
+        )
+    run = folder.known()
+    if run is None and (others := folder.others(None)):
+        raise foreign(folder, others[0])

@@ -229,28 +229,6 @@ def test_a_deep_description_is_refused() -> None:
         read(encode(Kind.RUN, RUN, table, 0))
 
 
-class Counted(tuple):  # type: ignore[type-arg]
-    """A leaf's description that counts how many items it is copied together with."""
-
-    copied = 0
-
-    def __radd__(self, other: tuple[Any, ...]) -> tuple[Any, ...]:
-        Counted.copied += len(other) + len(self)
-        return (*other, *self)
-
-    def __iter__(self) -> Any:
-        Counted.copied += len(self)
-        return super().__iter__()
-
-
-@pytest.mark.parametrize("count", [100, 1000])
-def test_the_work_for_a_description_grows_as_its_length(count: int) -> None:
-    facts = replace(FACTS, leaves=tuple(Counted(("path", "(3,)", "float64")) for _ in range(count)))
-    Counted.copied = 0
-    assert len(list(facts.texts())) == 4 + 3 * count
-    assert Counted.copied == 3 * count
-
-
 def test_the_texts_of_a_file_do_not_flood_a_message() -> None:
     long = 10_000 * "\x1b[2J"
     for other in (

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from chains import CHAINS, raw, store_all
 from leaks import no_leak as no_leak
+from simple_runs import FAST, BrokenOff, gradient, leave_broken, plain, simple
 
 from multistage import Costs, FunctionChain, Reversal, Tier, reverse
 from multistage.durable.folder import Folder
@@ -24,12 +25,7 @@ from multistage.errors import ArgumentError, CheckpointWarning, StateError, Stor
 from multistage.reversing.arguments import Arguments
 from multistage.reversing.sweeps import Sweeps
 
-FAST = Costs(1.0, 1.0, tiers=(Tier("durable", 1.0, 1.0),))  # every state is worth a write
 SLOW = Costs(1.0, 1.0, tiers=(Tier("durable", 4.5, 4.5),))
-
-
-class BrokenOff(Exception):
-    """What ends a process, in these tests."""
 
 
 class Breaking:
@@ -218,7 +214,7 @@ def test_an_adjoint_harmed_after_forward_is_an_error_and_then_the_older_one(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "run"
-    broken(folder, 20, 7)
+    leave_broken(folder, 20, 7)
     with simple(folder) as run:
         run.forward(np.ones(3))
         for path in folder.glob(f"adjoint-{inspect(folder).adjoint_step}"):
@@ -230,18 +226,6 @@ def test_an_adjoint_harmed_after_forward_is_an_error_and_then_the_older_one(
 
 
 # ------------------------------------------------------------ what is not resumed
-
-
-def simple(folder: Path, n: int = 20, back: int = -1, **options: Any) -> Reversal[Any, Any]:
-    """Return a run that breaks off at adjoint step `back`."""
-
-    def adjoint_step(x: Any, a: Any, i: int) -> Any:
-        if i == back:
-            raise BrokenOff
-        return a * x + i
-
-    settings = {"durable_every_s": 0, "costs": FAST, "memory": "4 slots"} | options
-    return Reversal(lambda x, i: x * 1.01 + i, adjoint_step, n, durable=folder, **settings)
 
 
 def left(folder: Path, n: int = 20, **options: Any) -> None:
@@ -393,7 +377,7 @@ def test_arguments_are_checked(options: dict[str, Any], reason: str, tmp_path: P
 def test_the_adjoint_must_be_the_one_it_was(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     gradient = plain(20)
-    broken(folder, 20, 7)
+    leave_broken(folder, 20, 7)
     with simple(folder) as run:
         run.forward(np.ones(3))
         with pytest.raises(ArgumentError, match="differs from the one"):
@@ -401,24 +385,6 @@ def test_the_adjoint_must_be_the_one_it_was(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match="differs from the one"):
             run.reverse(np.ones(3, np.float32))
         assert np.array_equal(run.reverse(np.ones(3)), gradient)
-
-
-def plain(n: int) -> Any:
-    """Return the gradient of `simple`, every state kept."""
-    states = [np.ones(3)]
-    for i in range(n):
-        states.append(states[-1] * 1.01 + i)
-    adjoint = np.ones(3)
-    for i in reversed(range(n)):
-        adjoint = adjoint * states[i] + i
-    return adjoint
-
-
-def broken(folder: Path, n: int, back: int) -> None:
-    """Leave a run of `simple` behind that was broken off at adjoint step `back`."""
-    with pytest.raises(BrokenOff), simple(folder, n, back) as run:
-        run.forward(np.ones(3))
-        run.reverse(np.ones(3))
 
 
 def test_an_adjoint_of_other_things_is_refused_before_its_steps(tmp_path: Path) -> None:
@@ -487,9 +453,7 @@ def test_an_adjoint_in_flight_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(BrokenOff):
         run.reverse(np.ones(3))
     assert inspect(folder).adjoint_step == 15
-    with simple(folder) as again:
-        again.forward(np.ones(3))
-        assert np.array_equal(again.reverse(np.ones(3)), plain(20))
+    assert np.array_equal(gradient(folder), plain(20))
 
 
 def test_adjoints_are_written_at_their_interval(tmp_path: Path) -> None:
@@ -705,19 +669,6 @@ def test_harmed_files_cost_steps_never_bits(
         assert not folder.exists()
 
 
-def test_a_last_state_of_other_numbers_is_computed_again(tmp_path: Path) -> None:
-    folder, last = tmp_path / "run", np.ones(3)
-    left(folder)
-    for i in range(20):
-        last = last * 1.01 + i
-    written = (folder / "last").read_bytes()
-    assert written.count(last.tobytes()) == 1
-    (folder / "last").write_bytes(written.replace(last.tobytes(), (last + 1).tobytes()))
-    with simple(folder) as run:
-        assert run.forward(np.ones(3)).tolist() == last.tolist()
-        assert np.array_equal(run.reverse(np.ones(3)), plain(20))
-
-
 @pytest.mark.parametrize("harm", [harm for harm in HARMS if harm not in ("gone",)])
 def test_a_harmed_header_is_refused(harm: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -796,9 +747,7 @@ def test_a_folder_that_cannot_be_listed_is_released(
             run.reverse(np.ones(3))
             monkeypatch.setattr(Folder, "names", failing)
     monkeypatch.undo()
-    with simple(tmp_path / "run") as run:  # not in use, and nothing was lost
-        run.forward(np.ones(3))
-        assert np.array_equal(run.reverse(np.ones(3)), plain(20))
+    assert np.array_equal(gradient(tmp_path / "run"), plain(20))  # not in use, nothing lost
     assert not (tmp_path / "run").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -10,49 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 from leaks import no_leak as no_leak
+from simple_runs import BrokenOff, simple
 
-from multistage import Costs, Reversal, Tier
+from multistage import Reversal
 from multistage.cli import main
 from multistage.durable.status import clean, inspect
 from multistage.errors import StoreError
 
-COSTS = Costs(1.0, 1.0, tiers=(Tier("durable", 1.0, 1.0),))
 N = 40
 
 
-class BrokenOff(Exception):
-    pass
-
-
-def begun(folder: Path, forward: int = -1, back: int = -1, **options: Any) -> Reversal[Any, Any]:
+def begun(folder: Path, back: int = -1, **options: Any) -> Reversal[Any, Any]:
     """Return a run that is in progress, or was interrupted at a step."""
-
-    def step(x: Any, i: int) -> Any:
-        if i == forward:
-            raise BrokenOff
-        return x + i
-
-    def adjoint_step(x: Any, a: Any, i: int) -> Any:
-        if i == back:
-            raise BrokenOff
-        return a + x
-
-    run: Any = Reversal(
-        step,
-        adjoint_step,
-        N,
-        memory="4 slots",
-        durable=folder,
-        durable_every_s=0,
-        costs=COSTS,
-        **options,
-    )
-    try:
+    run = simple(folder, N, back, **options)
+    with contextlib.suppress(BrokenOff):
         run.forward(np.ones(100))
         if back >= 0:
             run.reverse(np.ones(100))
-    except BrokenOff:
-        pass
     return run
 
 

@@ -7,7 +7,7 @@ import itertools
 import mmap
 import os
 import threading
-from collections.abc import Iterator, ValuesView
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -188,20 +188,6 @@ def test_a_file_that_cannot_be_read_now_stays_for_the_next_run(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_order_of_axes_is_restored(folder: Folder, layout: OrderedLayout) -> None:
-    layout = OrderedLayout.of({"a": np.zeros((5, 4, 3)), "b": np.zeros(())})
-    before = [np.arange(60.0).reshape(3, 5, 4).transpose(1, 2, 0), np.array(2.5)]
-    store = opened(folder, layout)
-    assert store.put(3, layout.pack(before)[0])
-    store.close()
-    heir = opened(folder, layout, 4)
-    after = layout.unpack(heir.get(3), None)
-    heir.close()
-    assert [a.strides for a in after] == [a.strides for a in before]
-    assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_dropped_state_stays_until_an_adjoint_below_it_is_written(
     folder: Folder, layout: OrderedLayout
 ) -> None:
@@ -362,34 +348,3 @@ def test_states_of_another_run_are_not_adopted(folder: Folder) -> None:
     (folder.path / "states-5").mkdir()
     assert other.adopt(SMALL, folder, 9) == []
     (folder.path / "states-5").rmdir()
-
-
-def test_drops_that_wait_for_an_adjoint_are_not_looked_at_each_time(folder: Folder) -> None:
-    """As many as steps between two adjoints: looking at all for each would be quadratic."""
-    layout = OrderedLayout.of(np.zeros(70_000))
-
-    class Watched(dict):  # type: ignore[type-arg]
-        looks = 0
-
-        def values(self) -> ValuesView[object]:
-            Watched.looks += len(self)
-            return super().values()
-
-    with_steps = range(50)
-    store = opened(folder, layout)
-    for step in with_steps:
-        assert store.put(step, packed(layout, step), block=True)
-    store.flush()
-    store._dead = Watched()
-    for step in reversed(with_steps):
-        store.drop(step)
-    assert Watched.looks == 0
-    assert len(files(folder)) == 50
-    store.put(50, packed(layout, 50), block=True)
-    store.release(0)
-    store.flush()
-    store.drop(50)
-    assert Watched.looks == 51
-    store.flush()
-    assert files(folder) == []
-    store.close()

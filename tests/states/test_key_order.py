@@ -24,7 +24,7 @@ from multistage.model.costs import Costs
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
 from multistage.reversal import Reversal
-from multistage.states.layout import Layout, Reordered
+from multistage.states.layout import Reordered
 
 N = 17
 COSTS = Costs(1.0, 2.0, state_bytes=256, tiers=(Tier("memory", 1.5, 1.5),))
@@ -277,11 +277,6 @@ def test_an_ordered_dict_made_in_another_order_is_another_structure() -> None:
     run: Reversal[Any, Any] = Reversal(turned, told, 4, memory="2 slots", costs=COSTS)
     with run, pytest.raises(StateError, match="use a dict, whose order may change"):
         run.forward(OrderedDict(p=np.ones(4), q=np.zeros(4)))
-
-
-def test_a_layout_without_dicts_keeps_no_order() -> None:
-    for state in (np.ones(2), [np.ones(2)], (np.ones(2), [np.ones(1)])):
-        assert Layout.of(state).keys == ()
 
 
 @pytest.mark.parametrize("in_place", [False, True])
