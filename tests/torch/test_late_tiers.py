@@ -288,6 +288,12 @@ def test_a_tier_that_never_answers_is_not_waited_for(
     assert not sends(model.plan) and used._tier.is_closing
     used.clock = lambda: 1e9
     assert same(results(model, model, rows=ROWS), expected[2])  # nor is it measured again
+    stuck, x = used.stuck_bytes, torch.randn(ROWS, 24, requires_grad=True)
+    with Meter(CPU) as meter:
+        meter.ignore([x, *model.parameters(), *model.buffers()])
+        model(x).sum().backward()
+    # What the write that never ends holds is within the limit.
+    assert 0 < stuck <= model.plan.memory_bytes - x.nbytes - meter.peak_bytes
     tier.gate.set()
     opened._lane.join(60)
     opened.close()  # after the thread that closes it

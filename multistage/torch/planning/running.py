@@ -189,6 +189,30 @@ def _tier(sequential: LimitedModule, plan: Plan) -> ChainTier | None:
     return tiered.tier(device_of(sequential), plan.memory_bytes)
 
 
+def _beside_stuck(sequential: LimitedModule, planned: Planned, state: object) -> Planned:
+    """Return a plan for one run that has room for what cancelled writes of another hold.
+
+    They may be cancelled only between two pages, and a store may have stopped forever.
+
+    Raises
+    ------
+    BudgetError
+        If there is no such plan.
+    """
+    tiered, plan = sequential._multistage.tiered, planned.plan
+    stuck = 0 if tiered is None else tiered.stuck_bytes
+    if not stuck or plan.memory_bytes is None or plan.peak_bytes + stuck <= plan.memory_bytes:
+        return planned
+    costs = planned.measured.costs
+    found = replace(planned.measured, costs=replace(costs, input_bytes=costs.input_bytes + stuck))
+    try:
+        return fitted(sequential, state, found, together=False)
+    except BudgetError as error:
+        raise BudgetError(
+            f"{error}; {stuck} bytes are held by writes that were cancelled and have not ended"
+        ) from error
+
+
 def run(
     sequential: LimitedModule, planned: Planned, state: object, found: Found, *, trains: bool = True
 ) -> object:
@@ -203,6 +227,8 @@ def run(
         return run_plain(sequential, state)
     if metered is not None:
         metered.given(tensors_in(state), found.tensors)
+    if not collective:
+        planned = _beside_stuck(sequential, planned, state)
     for _ in range(2 * (1 + _MOST_PLANS * len(planned.profile.groups))):
         profile = planned.profile
         if not is_plain(planned.plan):

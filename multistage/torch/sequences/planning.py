@@ -183,9 +183,12 @@ def _page_tier(store: Store, device: torch.device, settings: Settings) -> Tier |
     layout, key = TensorLayout([blank], ["a page"]), (settings.tiers, device, "page")
     try:
         return KNOWN.tiers.got(key, lambda: tier_of(store, layout, [blank]))
-    except (BudgetError, StoreError):  # room for states, but for no page of tapes
+    except (BudgetError, StoreError) as error:  # room for states, but for no page of tapes
         if settings.planner == "offload":
-            raise
+            raise type(error)(
+                f"planner='offload' writes tapes in pages of {PAGE_BYTES} bytes, the states of its "
+                f"tier: {error}"
+            ) from error
         return None
 
 

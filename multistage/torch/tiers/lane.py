@@ -177,6 +177,7 @@ class TierLane:
         self._store, self._birth = store, Birth.here()
         self._closing = threading.RLock()  # two may wait for the thread
         self._closed = False
+        self._current: Transfer | None = None  # that the thread is at
         # Finalizers, which may run anywhere, cancel.
         self._beginning = threading.RLock()
         with Shield(up=True):  # what is open is also known to be
@@ -202,6 +203,12 @@ class TierLane:
     def is_alive(self) -> bool:
         """Whether its thread runs."""
         return not self._lane.has_ended and not self._birth.foreign
+
+    @property
+    def stuck_bytes(self) -> int:
+        """Bytes of fast memory that a cancelled transfer holds, as the store is still at it."""
+        current = self._current
+        return 0 if current is None or not current.cancelled else current.nbytes
 
     def _check(self) -> None:
         if self._birth.foreign:
@@ -323,6 +330,7 @@ class TierLane:
             if transfer.done.is_set():  # it was cancelled
                 return
             transfer.begun = True
+            self._current = transfer
         began = time.perf_counter()
         try:
             if transfer.ready is not None:
@@ -348,6 +356,7 @@ class TierLane:
                 nbytes = min(transfer.nbytes, transfer.pages * self._pager.page_bytes)
                 self.written.add(nbytes, transfer.seconds)
             transfer.end()
+            self._current = None
 
     def _write(self, transfer: Transfer) -> None:
         lines = [line for line in transfer.lines if line is not None]
@@ -417,6 +426,11 @@ class ChainTier:
     def opened(self) -> TierLane | None:
         """The lane, if the store is open."""
         return self._lane if self._lane is not None and self._lane.is_open else None
+
+    @property
+    def stuck_bytes(self) -> int:
+        """Bytes of fast memory that cancelled transfers hold."""
+        return 0 if self._lane is None else self._lane.stuck_bytes
 
     @property
     def is_closing(self) -> bool:

@@ -89,6 +89,11 @@ class Tiered:
         self.tier(device, limit_bytes)
         return self._buffer_bytes
 
+    @property
+    def stuck_bytes(self) -> int:
+        """Bytes of fast memory that cancelled transfers of earlier runs hold."""
+        return 0 if self._tier is None else self._tier.stuck_bytes
+
     def measured(self, device: torch.device, limit_bytes: int | None) -> Tier:
         """Return the rates of the tier; measures them, beside computing, if they are not known.
 
