@@ -184,15 +184,11 @@ class Dropping(MemoryStore):
         super().drop(key)
 
 
-def _pager(store: Any) -> Pager:
-    store.open(Layout.up_to(PAGE))
-    return Pager(store, PAGE)
-
-
 @pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
 def test_a_record_that_finds_no_room_leaves_none_of_its_pages() -> None:
     inner = Dropping()
-    pager = _pager(FaultyStore(inner, refuse={2}))
+    inner.open(Layout.up_to(PAGE))
+    pager = Pager(FaultyStore(inner, refuse={2}), PAGE)
     assert pager.put([torch.ones(5 * PAGE, dtype=torch.uint8)]) is None
     assert inner.dropped == [0, 1]
     inner.close()

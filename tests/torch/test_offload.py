@@ -20,9 +20,9 @@ from multistage.backends.medium import Ram
 from multistage.backends.streamed import StreamedStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, MultistageError
+from multistage.torch.offload import SavedTensors
 from multistage.torch.tensors.meter import Meter
 from multistage.torch.tiers.pinned import PinnedStore
-from multistage.torch.tiers.shelf import Shelf
 
 
 class Block(nn.Module):
@@ -360,9 +360,9 @@ def test_the_table_of_storages_does_not_grow() -> None:
         for _ in range(300):
             x.exp().sin().sum().backward()
             keep.append(x.exp().sin().sum())
-        (shelf,) = [o for o in gc.get_objects() if type(o) is Shelf]
-        assert len(shelf._families) < 100
-        assert len(shelf._ours) + len(shelf._saved) + len(shelf._held) < 30
+        (saved,) = [o for o in gc.get_objects() if type(o) is SavedTensors]
+        assert len(saved._families) < 100
+        assert len(saved._ours) + len(saved._saved) + len(saved._held) < 30
     assert stats.moved >= 300
 
 

@@ -128,8 +128,7 @@ def offload_all(n: int) -> list[Action]:
     return actions
 
 
-def store(**options: Any) -> MemoryStore:
-    return MemoryStore(buffer_bytes=0, **options)
+store = functools.partial(MemoryStore, buffer_bytes=0)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -439,9 +438,7 @@ def test_a_tier_that_is_closed_meanwhile_costs_time_only() -> None:
 def test_two_runs_share_a_tier() -> None:
     model, other = chain(), chain()
     slow = ChainTier(store(), CPU, PAGE)
-    call, calls = run_with(model, offload_all(len(model)), slow), run_with(
-        other, offload_all(len(other)), slow
-    )  # fmt: skip
+    call, calls = (run_with(each, offload_all(len(each)), slow) for each in (model, other))
     x = torch.randn(8, 24, requires_grad=True)
     torch.manual_seed(3)
     (call(x).sum() + 2 * calls(x).sum()).backward()

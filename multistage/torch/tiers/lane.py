@@ -210,10 +210,6 @@ class TierLane:
         current = self._current
         return 0 if current is None or not current.cancelled else current.nbytes
 
-    def _check(self) -> None:
-        if self._birth.foreign:
-            raise forked(f"tier {self._store.name!r}")
-
     # ------------------------------------------------------- the computing thread
 
     def write(self, lines: Sequence[Tensor]) -> Transfer:
@@ -239,7 +235,8 @@ class TierLane:
         return self._queue(Transfer(list(lines), source=sent.record))
 
     def _queue(self, transfer: Transfer) -> Transfer:
-        self._check()
+        if self._birth.foreign:
+            raise forked(f"tier {self._store.name!r}")
         if self._stream is not None:
             transfer.ready = torch.cuda.Event()
             transfer.ready.record(torch.cuda.current_stream(self._stream.device))
@@ -255,7 +252,8 @@ class TierLane:
     def wait(self, transfer: Transfer) -> bool:
         """Block until a record has left its lines or come back; False if it is lost."""
         if not transfer.done.is_set():
-            self._check()
+            if self._birth.foreign:
+                raise forked(f"tier {self._store.name!r}")
             while not transfer.done.wait(1.0):
                 if not self.is_alive and not transfer.done.is_set():
                     transfer.lose(_CLOSED)
