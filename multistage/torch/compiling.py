@@ -23,7 +23,9 @@ from ..errors import ArgumentError
 from ..planners import Plan
 from ..planners.chain.heterogeneous import ChainPlanner
 from .adopting import InFront, YieldingProperty, adopt, yielding
+from .environment.scope import Scope
 from .measurement.checking import Check, Checked, checked_choice
+from .measurement.exploring import fresh_copy, untouched
 from .planning.limited import Limited, LimitedModule, whole
 from .planning.preparing import planned_for, replanned
 from .planning.running import run
@@ -71,6 +73,8 @@ def compile(
         allows: what runs outside of a graph would be beyond the limit.
     BudgetError
         When called, if the limit is too small; the message names the smallest that works.
+    Exception
+        When called, whatever the model itself raises.
 
     Examples
     --------
@@ -109,7 +113,8 @@ def backend(
     graph, example_inputs
         Given by TorchDynamo.
     options : mapping, optional
-        `memory`, `planner`, `segments` and `check` of `compile`.
+        `memory`, `tiers`, `planner`, `segments` and `check` of `compile`.  Each graph opens
+        tiers of its own, and closes them when it is collected.
 
     Raises
     ------
@@ -120,23 +125,25 @@ def backend(
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     given: dict[str, Any] = dict(options or {})
-    unknown = given.keys() - {"memory", "planner", "segments", "check"}
+    unknown = given.keys() - {"memory", "tiers", "planner", "segments", "check"}
     if unknown:
         raise ArgumentError(
             f"the backend 'multistage' does not know the options {sorted(unknown)}; it takes "
-            "memory, planner, segments and check, and multistage.torch.compile takes tiers too"
+            "memory, tiers, planner, segments and check"
         )
     if not InstructionTranslator.current_tx().one_graph:
         raise ArgumentError(
             "the backend 'multistage' needs torch.compile(..., fullgraph=True): what runs between "
             "two graphs would be beyond the memory limit"
         )
-    planner = given.get("planner", "optimal")
+    planner: ChainPlanner = given.get("planner", "optimal")
+    planner = "optimal" if planner == "auto" else planner
     settings = Settings(
         given.get("memory"),
-        "optimal" if planner == "auto" else planner,
+        planner,
         given.get("segments"),
         checked_choice(given.get("check", "error")),
+        tiered_by(given.get("tiers"), planner),
     )
     return _Graph(graph, settings, Used())
 
@@ -191,28 +198,32 @@ class Compiled(InFront):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Return what the model returns."""
-        from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
+        from torch._dynamo import exc
 
         call: Callable[..., object] = vars(self)["_multistage_call"]
         name = _name_of(vars(self)["_multistage_model"])
         used: Used = vars(self)["_multistage_used"]
-        before = used.calls
+        before, uncaptured, result = used.calls, None, None
         try:
             with _strictly():
                 result = call(*args, **kwargs)
-        except FailOnRecompileLimitHit as error:
+        except exc.FailOnRecompileLimitHit as error:
             raise ArgumentError(
                 f"{name} was captured for {torch._dynamo.config.recompile_limit} kinds of calls, "
                 "and this is another, which torch.compile would run without a graph: pad inputs "
                 "to fewer shapes, give compile(dynamic=True), or raise "
                 "torch._dynamo.config.recompile_limit"
             ) from error
-        except (Unsupported, UserError) as error:
-            raise ArgumentError(_why_uncaptured(name, error)) from error
+        except (exc.Unsupported, exc.UserError, exc.TorchRuntimeError) as error:
+            uncaptured = error
         except RuntimeError as error:
             if "no compiled frames" not in str(error):
                 raise
             raise ArgumentError(_without_graph(name)) from error
+        if uncaptured is not None:
+            if _may_fail(uncaptured):
+                _fail_as_plain(vars(self)["_multistage_model"], args, kwargs)
+            raise ArgumentError(_why_uncaptured(name, uncaptured)) from uncaptured
         if used.calls == before:  # before torch 2.12, which says so itself
             raise ArgumentError(_without_graph(name))
         return result
@@ -389,6 +400,21 @@ def _without_graph(name: str) -> str:
     )
 
 
+def _may_fail(error: Exception) -> bool:
+    """Whether a model was not captured because its own code raises an exception."""
+    said = str(error)
+    return "when running in eager" in said or "assertion failed" in said
+
+
+def _fail_as_plain(
+    model: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    """Raise what a model raises without a capture; else leave all as it is."""
+    given = fresh_copy((args, kwargs))
+    with untouched(Scope.of(model), given), torch.no_grad():
+        model(*given[0], **given[1])
+
+
 def _why_uncaptured(name: str, error: Exception) -> str:
     """Return why a model was not captured whole, and the line."""
     frames = [f for f in getattr(error, "real_stack", None) or () if f.filename != _FILE]
@@ -396,8 +422,6 @@ def _why_uncaptured(name: str, error: Exception) -> str:
     lines = [line.strip() for line in str(getattr(error, "msg", error)).splitlines()]
     explained = [x.removeprefix("Explanation:").strip() for x in lines if "Explanation:" in x]
     cause = next(filter(None, explained), lines[0])
-    if error.__cause__ is not None and "when running in eager" in str(error):  # which fails too
-        cause = f"{cause.rstrip('.')}: {error.__cause__}"
     return (
         f"{name} cannot be captured whole{where}: {cause.rstrip('.')}; what runs outside of a "
         "graph would be beyond the memory limit: write this line with operations of torch, move "

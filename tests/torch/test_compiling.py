@@ -397,17 +397,26 @@ def raising(block: Any, y: Tensor) -> Tensor:
     raise ValueError(f"{len(y)} rows")
 
 
+ASSERTING: dict[str, Any] = {}  # not as pytest rewrites it
+exec("def asserting(block, y):\n    assert len(y) < 32, 'too many'\n    return y", ASSERTING)
+
+
 @pytest.mark.parametrize(
-    ("model", "given", "match"),
+    ("model", "given", "kind", "match"),
     [
-        (Net(raising), (batch(),), r"test_compiling\.py:\d+ .* ValueError\('32 rows'\)"),
-        (Net(), (), "required positional argument"),
-        (nn.BatchNorm1d(WIDTH, momentum=None), (batch(),), "captured whole at .*data-dependent"),
+        (Net(raising), (batch(),), ValueError, "^32 rows$"),
+        (Net(ASSERTING["asserting"]), (batch(),), AssertionError, "^too many$"),
+        (Net(), (), TypeError, "required positional argument"),
+        (Net(), (batch(2, 3),), RuntimeError, "^mat1 and mat2 shapes cannot be multiplied"),
+        (nn.BatchNorm1d(WIDTH, momentum=None), (batch(),), ArgumentError, "whole at .*data-dep"),
     ],
 )
-def test_a_failed_capture_says_why(model: Any, given: tuple[Tensor, ...], match: str) -> None:
-    with pytest.raises(ArgumentError, match=match):
+def test_a_failed_call_raises_what_the_model_raises_or_says_why(
+    model: Any, given: tuple[Tensor, ...], kind: type[Exception], match: str
+) -> None:
+    with pytest.raises(kind, match=match) as caught:
         mst.compile(model, memory=0.7)(*given)
+    assert type(caught.value) is kind
 
 
 def test_more_kinds_of_calls_than_torch_compile_allows_are_refused() -> None:
@@ -521,19 +530,23 @@ def test_a_tier(tmp_path: Path) -> None:
 # ------------------------------------------------------------ torch.compile's name
 
 
-def test_the_backend_is_registered() -> None:
+def test_the_backend_is_registered(tmp_path: Path) -> None:
     (point,) = [p for p in entry_points(group="torch_dynamo_backends") if p.name == "multistage"]
     assert callable(point.load())
     plain = Net(dropping)
     ours = copy.deepcopy(plain)
-    options = {"memory": 0.6}
+    options = {"memory": 0.6, "tiers": f"file://{tmp_path}?buffers=64KiB"}
     call = torch.compile(ours, backend="multistage", fullgraph=True, options=options)
     assert_equal(trained(call, ours, batch()), trained(plain, plain, batch()))
 
 
 @pytest.mark.parametrize(
     ("given", "match"),
-    [({}, "needs .*fullgraph=True"), ({"fullgraph": True, "options": {"tiers": "x"}}, "tiers")],
+    [
+        ({}, "needs .*fullgraph=True"),
+        ({"fullgraph": True, "options": {"tier": "x"}}, "takes memory, tiers"),
+        ({"fullgraph": True, "options": {"tiers": "x:"}}, "unknown|no tier|x:"),
+    ],
 )
 def test_the_backend_refuses(given: dict[str, Any], match: str) -> None:
     call = torch.compile(Net(), backend="multistage", **given)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,24 +90,16 @@ def assert_alike(
 # ------------------------------------------------------- parameters as objects
 
 
-def test_parameters_of_functional_call() -> None:
-    x, plain = torch.randn(4, WIDTH), net()
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_of_functional_call(frozen: bool) -> None:
+    x, plain = torch.randn(4, WIDTH), net().requires_grad_(not frozen)
     found = []
-    for model in (plain, recomputed(net(), x)):
+    for model in (plain, recomputed(net().requires_grad_(not frozen), x)):
         base = {k: p.detach().clone().requires_grad_() for k, p in plain.named_parameters()}
-        fast = {k: p * 1.5 for k, p in base.items()}
-        functional_call(model, fast, (x,)).square().sum().backward()
+        functional_call(
+            model, {k: p * 1.5 for k, p in base.items()}, (x,)
+        ).square().sum().backward()
         found.append([p.grad for p in base.values()])
-    assert_equal(*found)
-
-
-def test_a_frozen_module_under_functional_call() -> None:
-    x, plain = torch.randn(4, WIDTH), net().requires_grad_(False)
-    found = []
-    for model in (plain, recomputed(net().requires_grad_(False), x)):
-        given = {k: p.clone().requires_grad_() for k, p in plain.named_parameters()}
-        functional_call(model, given, (x,)).square().sum().backward()
-        found.append([p.grad for p in given.values()])
         assert found[-1][0] is not None
     assert_equal(*found)
 
@@ -177,27 +171,68 @@ class Averaging(nn.Module):
         return torch.tanh(self.linear(x) * self.average.clone())
 
 
-@pytest.mark.parametrize("parts", [False, True])
-def test_a_buffer_of_two_modules(parts: bool) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        whole = torch.ones(2, WIDTH)
-        ones = [Averaging(whole[0] if parts else whole) for _ in range(4)]
-        return nn.Sequential(nn.Sequential(*ones[:2]), nn.Tanh(), nn.Sequential(*ones[2:]))
+def averaging(whole: Tensor, parts: bool) -> nn.Module:
+    torch.manual_seed(0)
+    ones = [Averaging(whole[0] if parts else whole) for _ in range(4)]
+    return nn.Sequential(nn.Sequential(*ones[:2]), nn.Tanh(), nn.Sequential(*ones[2:]))
 
+
+def averaging_last() -> nn.Module:
+    torch.manual_seed(0)
+    buffer = torch.ones(WIDTH)
+    model = nn.Sequential(*(Averaging(buffer) for _ in range(4)))
+    for module in list(model)[:3]:
+        module.moving = False
+    return model
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 2)
+
+    def forward(self, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.inner(*given, need_weights=False)[0]
+        return y, y, y
+
+
+class Careful(nn.Module):
+    """Catches exceptions: what ends a run again early passes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return torch.tanh(self.linear(x)) + 1
+        except Exception:
+            return x
+
+
+def four(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(kind() for _ in range(4)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: averaging(torch.ones(2, WIDTH), parts=False),
+        lambda: averaging(torch.ones(2, WIDTH), parts=True),
+        averaging_last,
+        lambda: four(Careful),
+    ],
+    ids=["one buffer", "parts of one buffer", "a later stage", "caught exceptions"],
+)
+def test_stages_run_again_as_in_plain_training(make: Callable[[], nn.Module]) -> None:
     assert_alike(make, torch.randn(2, WIDTH))
 
 
-def test_a_buffer_that_a_later_stage_changes() -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        buffer = torch.ones(WIDTH)
-        model = nn.Sequential(*(Averaging(buffer) for _ in range(4)))
-        for module in list(model)[:3]:
-            module.moving = False
-        return model
-
-    assert_alike(make, torch.randn(4, WIDTH))
+def test_a_tensor_that_comes_twice_comes_twice_again() -> None:
+    """Attention computes another way where query and key are one tensor."""
+    x = torch.randn(3, 2, WIDTH)
+    assert_alike(lambda: four(Attention), (x, x, x))
 
 
 def _write(pair: tuple[Tensor, Tensor]) -> Tensor:
@@ -231,27 +266,6 @@ def test_views_that_want_gradients_and_are_written_to_are_refused() -> None:
     chain = recomputed([stage, *net()], (x.detach(), x.detach()[0]), "off")
     with pytest.raises(StateError, match="shares memory with another input"):
         chain((x, x[0]))
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(WIDTH, 2)
-
-    def forward(self, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        y = self.inner(*given, need_weights=False)[0]
-        return y, y, y
-
-
-def test_a_tensor_that_comes_twice_comes_twice_again() -> None:
-    """Attention computes another way where query and key are one tensor."""
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*(Attention() for _ in range(4)))
-
-    x = torch.randn(3, 2, WIDTH)
-    assert_alike(make, (x, x, x))
 
 
 def test_copies_share_memory_as_the_originals_do() -> None:
@@ -336,12 +350,6 @@ def test_a_replaced_stage_is_profiled_again() -> None:
     assert_equal(*found)
 
 
-def test_a_chain_of_functions_inside_of_a_stage() -> None:
-    block = nn.BatchNorm1d(WIDTH)
-    inner = mst.Sequential([functools.partial(_call, block), torch.tanh])
-    assert block in Scope.of(inner).modules
-
-
 _GLOBAL = nn.Linear(WIDTH, WIDTH)
 
 
@@ -364,6 +372,8 @@ def test_a_scope_finds_modules_tensors_and_variables() -> None:
     held = [nn.Linear(2, 2)]
     scope = Scope.of(lambda x: helper.run(x) * weight, functools.partial(_call, held[0]))
     assert {type(m).__name__ for m in scope.modules} == {"BatchNorm1d", "Linear"}
+    inner = mst.Sequential([functools.partial(_call, helper.module), torch.tanh])
+    assert helper.module in Scope.of(inner).modules
     known = {id(p) for p in scope.parameters()}
     assert {id(weight), id(_GLOBAL.weight), id(held[0].weight)} <= known
     assert [g for _, g in scope.generators()] == [helper.generator]
@@ -438,10 +448,6 @@ class Scaled(nn.Module):
 def test_attributes_and_globals_are_those_of_the_first_run() -> None:
     global _scale
 
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*(Scaled() for _ in range(4)))
-
     def between(model: nn.Module) -> None:
         for module in model.children():
             assert isinstance(module, Scaled)
@@ -451,7 +457,7 @@ def test_attributes_and_globals_are_those_of_the_first_run() -> None:
 
     x = torch.randn(4, WIDTH)
     found = []
-    for model in (make(), recomputed(make(), x)):
+    for model in (four(Scaled), recomputed(four(Scaled), x)):
         Scaled.factor, _scale = 1.0, 1.0
         found.append(
             gradients(model, x, list(model.parameters()), functools.partial(between, model))
@@ -484,6 +490,29 @@ def test_a_dict_that_is_emptied_between_forward_and_backward() -> None:
         scales["scale"] = 2.0
         found.append(gradients(call, x, [x], between=scales.clear))
         assert scales == {}
+    assert_equal(*found)
+
+
+CALLS: Counter[str] = Counter()
+
+
+def counted(x: Tensor) -> Tensor:
+    global _created
+    if "_created" not in globals():
+        _created = 0.0
+    _created += 0.1
+    CALLS["counted"] += 1
+    return torch.tanh(x) * CALLS["counted"] * _created
+
+
+def test_counters_and_globals_that_a_stage_creates_count_once() -> None:
+    x, tail = torch.randn(4, WIDTH, requires_grad=True), net()
+    stages = [*net(2), counted, counted, *tail]
+    found = []
+    for call in (lambda x: functools.reduce(_apply, stages, x), recomputed(stages, x)):
+        wanted = [x, *tail.parameters()]
+        found.append([grad for _ in range(2) for grad in gradients(call, x, wanted)])
+        assert CALLS.pop("counted") == 4 and globals().pop("_created") == 0.4
     assert_equal(*found)
 
 
@@ -553,19 +582,14 @@ def test_an_object_in_the_state_that_changes_is_refused(inside: bool) -> None:
         loss.backward()
 
 
-class Wrapped:
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-
 def test_an_object_with_a_graph_in_the_state_is_refused() -> None:
-    def stage(state: Wrapped) -> Wrapped:
-        return Wrapped(torch.tanh(state.inner * 2))
+    def stage(state: Any) -> Any:
+        return SimpleNamespace(inner=torch.tanh(state.inner * 2))
 
     x = torch.randn(64, 64, requires_grad=True)
-    stages = [lambda x: Wrapped(x * 2), *[stage] * 6, lambda state: state.inner.sum()]
+    stages = [lambda x: SimpleNamespace(inner=x), *[stage] * 6, lambda state: state.inner.sum()]
     chain = mst.Sequential(stages, memory=0.5, check="off")
-    with pytest.raises(StateError, match=r"tensors inside of a Wrapped.*register"):
+    with pytest.raises(StateError, match=r"tensors inside of a SimpleNamespace.*register"):
         chain(x)
 
 
@@ -580,12 +604,8 @@ class Unregistered(nn.Module):
 
 
 def test_modules_in_a_list_that_are_not_registered() -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*(Unregistered() for _ in range(4)))
-
     x = torch.randn(4, WIDTH)
-    plain, given = make(), make()
+    plain, given = four(Unregistered), four(Unregistered)
     chain = recomputed(given, x)
     counts = [[m.hidden[0].num_batches_tracked for m in net.children()] for net in (plain, given)]  # type: ignore[operator, union-attr, index]
     assert [int(c) for c in counts[1]] == [0] * 4
@@ -644,14 +664,10 @@ KINDS = ["python", "numpy", "own torch", "own numpy", "own legacy", "own random"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_numbers_of_every_generator(kind: str) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*(Noisy(kind) for _ in range(4)))
-
     made: list[nn.Module] = []
 
     def remember() -> nn.Module:
-        made.append(make())
+        made.append(four(functools.partial(Noisy, kind)))  # type: ignore[arg-type]
         return made[-1]
 
     assert_alike(remember, torch.randn(4, WIDTH))
@@ -789,27 +805,6 @@ def test_a_setting_that_a_stage_leaves_changed_is_named() -> None:
 
 
 # ------------------------------------------------------------ what is verified
-
-
-def test_a_stage_that_catches_exceptions() -> None:
-    """What ends a run again early passes through `except Exception`."""
-
-    class Careful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            try:
-                return torch.tanh(self.linear(x)) + 1
-            except Exception:
-                return x
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*(Careful() for _ in range(4)))
-
-    assert_alike(make, torch.randn(4, WIDTH))
 
 
 class Turning(nn.Module):

@@ -191,7 +191,7 @@ class StageRunner:
             self._refuse_unforeseen()
         count, sizes = None, trait.sizes
         if sizes is not None and not trait.unhooked:
-            way = sizes.way(leaves, around.number)
+            way = sizes.way(leaves, around.found.number)
             count = None if sizes.knows(way) else Count(i, sizes)
         del leaves
         stage, between, caught = self._stages[i], None, Caught(trait.name, holds=holds)
@@ -340,7 +340,7 @@ class StageRunner:
 
     def storages(self, i: int) -> set[int]:
         """Return the addresses of storages of the environment of stage i."""
-        return storages_of_all(self._around[i].tensors)
+        return storages_of_all(self._around[i].found.tensors)
 
 
 def storages_of_all(tensors: Iterable[Tensor]) -> set[int]:

@@ -102,19 +102,9 @@ class Environment:
         self._kept_versions = [0 if b is None else version_of(b) for b in buffers]
 
     @property
-    def number(self) -> int:
-        """Of what it captured, but for values of tensors; see `Found`."""
-        return self._found.number
-
-    @property
     def found(self) -> Found:
         """What it captured, but for values of tensors."""
         return self._found
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """The tensors that it consists of."""
-        return self._found.tensors
 
     # ------------------------------------------------------------- first run
 

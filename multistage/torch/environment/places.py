@@ -18,6 +18,11 @@ from ...states.layout import Array
 Held: TypeAlias = dict[Hashable, object] | list[object]  # by key, or in order
 
 
+_MOST_ENTRIES = 64  # of a dict whose contents are watched, or of a list that is watched whole
+_MOST_ITEMS = 1024  # of a set or deque
+_MOST_BYTES = 1 << 16  # of an array
+
+
 class Absent:
     """Stands for a name that has no value."""
 
@@ -105,6 +110,11 @@ class Place:
     name: str
     end: str = ""
 
+    @property
+    def identity(self) -> int:
+        """What two places have in common that are one."""
+        return id(self.owner if isinstance(self.owner, (dict, list, deque, set)) else self)
+
     def values(self) -> Iterable[object]:
         """Return what it holds at any moment, to be iterated."""
         return self.owner.values() if isinstance(self.owner, dict) else self.owner
@@ -143,7 +153,9 @@ class Place:
                     return
                 if [*now] != [*held]:
                     self.owner.clear()  # the order counts, of parameters above all
-                self.owner.update(held)
+                for key, value in held.items():  # `update` of a Counter adds
+                    if self.owner.get(key, ABSENT) is not value:
+                        self.owner[key] = value
             case set():
                 self.owner.clear()
                 self.owner.update(held)
@@ -176,6 +188,20 @@ class Place:
         if not isinstance(self.owner, set):
             for number, value in enumerate(held):
                 yield f"{self.name}[{number}]", value
+
+
+def watched(value: object) -> Owner | None:
+    """Return what is watched of a container, None if it has too many entries."""
+    match value:
+        case np.ndarray() if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject:
+            return Bytes(value)
+        case list() if len(value) > _MOST_ENTRIES:
+            return Tail(value)
+        case list() | set() | deque() if len(value) <= _MOST_ITEMS:
+            return value
+        case dict() if len(value) <= _MOST_ENTRIES:
+            return value
+    return None
 
 
 def inside(cell: CellType) -> object:

@@ -15,19 +15,18 @@ libraries (torch, NumPy, the standard library).
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import itertools
 import re
 import sys
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias, TypedDict
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -36,24 +35,21 @@ from ...errors import ArgumentError
 from .places import (
     ABSENT,
     LEAVES,
-    Bytes,
     Held,
     Place,
-    Tail,
     Variables,
     are_alike,
     replacing,
     values_of,
+    watched,
 )
 from .randomness import Own, is_generator
 
 Buffers: TypeAlias = Sequence[tuple[nn.Module, str]]
 _numbers = itertools.count()  # of what was found
-_MOST_ENTRIES = 64  # of a dict whose contents are watched, or of a list that is watched whole
-_MOST_ITEMS = 1024  # of a set or deque
-_MOST_BYTES = 1 << 16  # of an array
 _MOST_PLACES = 256  # beside those of modules
 _DEPTH = 6
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _OTHERS = {"torch", "numpy", "multistage", "triton", "sympy", "torchgen", "functorch", "pytest"}
 _NOT_RUN = {"__init__", "__repr__", "extra_repr", "__getstate__", "__setstate__", "__reduce__"}
 _GLOBAL_HOOKS: Any = (
@@ -194,6 +190,8 @@ class Scope:
     Parameters
     ----------
     values : sequence of objects
+        Each is searched by itself: how far a search goes is limited for each, and what
+        another has seen from afar is not seen in full.
 
     Notes
     -----
@@ -201,7 +199,7 @@ class Scope:
     """
 
     def __init__(self, values: Sequence[object]) -> None:
-        self._values = tuple(values)
+        self.values = tuple(values)
         self._found = _without_results(self._find())
 
     @classmethod
@@ -210,14 +208,21 @@ class Scope:
         return cls(values)
 
     def _find(self) -> Found:
-        walk = _Walk()
-        for value in self._values:
-            walk.visit(value, "", 0)
-        walk.finish()
+        walks = [_Walk(value) for value in self.values]
+        places = {place.identity: place for walk in walks for place in walk.places}
+        generators = [each for walk in walks for each in walk.generators.values()]
         named: dict[str, nn.Module] = {}
-        for name, module in walk.modules.values():
-            named[name if name not in named else f"{name} ({len(named)})"] = module
-        return Found.of(named, walk.places, walk.generators.values(), walk.scripted)
+        seen: set[int] = set()
+        for name, module in [each for walk in walks for each in walk.modules]:
+            if id(module) not in seen:
+                seen.add(id(module))
+                named[name if name not in named else f"{name} ({len(named)})"] = module
+        return Found.of(
+            named,
+            tuple(places.values()),
+            {id(generator): (name, generator) for name, generator in generators}.values(),
+            {id(m): m for walk in walks for m in walk.scripted}.values(),
+        )
 
     def look(self) -> Found:
         """Return what is held now; search again where more than numbers and tensors changed."""
@@ -281,22 +286,6 @@ def _tensors_among(
     return tuple([x for x in found.values() if not x.is_inference()])
 
 
-def merged(found: Sequence[Found]) -> Found:
-    """Return what some scopes held, as one; what several of them hold is read once."""
-    places = {
-        id(place.owner) if isinstance(place.owner, (dict, list, set, deque)) else id(place): place
-        for each in found
-        for place in each.places
-    }
-    modules = {id(m): (name, m) for each in found for name, m in each.named.items()}
-    return Found.of(
-        {f"{number}.{name}": m for number, (name, m) in enumerate(modules.values())},
-        tuple(places.values()),
-        {id(g): (name, g) for each in found for name, g in each.generators}.values(),
-        {id(m): m for each in found for m in each.scripted}.values(),
-    )
-
-
 def _without_results(found: Found) -> Found:
     """Return what a scope may refer to as long as it lives: no tensors but those registered.
 
@@ -318,10 +307,10 @@ def _without_results(found: Found) -> Found:
 
 
 class _Walk:
-    """Visits what callables refer to; collects modules, places and generators."""
+    """Visits what a value refers to; collects modules, places and generators."""
 
-    def __init__(self) -> None:
-        self.modules: dict[int, tuple[str, nn.Module]] = {}
+    def __init__(self, value: object) -> None:
+        self.modules: list[tuple[str, nn.Module]] = []
         self.scripted: list[torch.jit.ScriptModule] = []
         self.places: list[Place] = []
         self.generators: dict[int, tuple[str, Own]] = {}
@@ -329,6 +318,11 @@ class _Walk:
         self._classes: set[type] = set()
         self._globals: dict[int, tuple[dict[str, object], dict[str, None]]] = {}
         self._left = _MOST_PLACES
+        self.visit(value, "", 0)
+        for hooks in _GLOBAL_HOOKS if self.modules else ():
+            self._hold(hooks, "global forward hooks[", "]", 0)
+        for space, names in self._globals.values():
+            self.places.append(Place(Variables.of_dict(space, names), "global '", "'"))
 
     def visit(self, value: object, name: str, depth: int) -> None:
         """Visit a value that is reached by a name."""
@@ -345,13 +339,11 @@ class _Walk:
             case functools.partial():
                 self._all((value.func, *value.args, *value.keywords.values()), name, depth)
             case tuple() | frozenset():
-                if len(value) <= _MOST_ENTRIES:
+                if len(value) <= _MOST_PLACES:
                     self._all(value, name, depth, numbered=True)
-            case dict():
-                if len(value) <= _MOST_ENTRIES:
-                    self._hold(value, f"{name}[", "]", depth)
-            case list() | set() | deque() | np.ndarray():
-                self._items(value, name, depth)
+            case _ if (owner := watched(value)) is not None:
+                keyed = isinstance(owner, dict)
+                self._hold(owner, f"{name}[" if keyed else name, "]" if keyed else "", depth)
             case type():
                 self._class(value, depth)
             case _ if is_generator(value):
@@ -361,14 +353,6 @@ class _Walk:
                 if type(attributes) is dict:
                     self._hold(attributes, f"{name}.", "", depth)
                 self._class(type(value), depth)
-
-    def finish(self) -> None:
-        """Add the global hooks on forward, and the globals that were named."""
-        for hooks in _GLOBAL_HOOKS if self.modules else ():
-            self._hold(hooks, "global forward hooks[", "]", 0)
-        for space, names in self._globals.values():
-            variables = Variables.of_dict(space, names)
-            self.places.append(Place(variables, "global '", "'"))
 
     def _hold(self, owner: Any, name: str, end: str, depth: int) -> None:
         """Watch a place, unless there are too many, and visit what it holds."""
@@ -382,16 +366,6 @@ class _Walk:
             inner = place.key(key) if isinstance(held, dict) else f"{name}[{key}]"
             self.visit(value, inner, depth + 1)
 
-    def _items(self, owner: Any, name: str, depth: int) -> None:
-        match owner:
-            case np.ndarray():
-                if owner.nbytes <= _MOST_BYTES and not owner.dtype.hasobject:
-                    self._hold(Bytes(owner), name, "", depth)
-            case list() if len(owner) > _MOST_ENTRIES:
-                self._hold(Tail(owner), name, "", depth)
-            case _ if len(owner) <= _MOST_ITEMS:
-                self._hold(owner, name, "", depth)
-
     def _all(
         self, values: Iterable[object], name: str, depth: int, *, numbered: bool = False
     ) -> None:
@@ -403,7 +377,7 @@ class _Walk:
             self.scripted.append(module)
             return
         name = _QUOTED.sub(r"\1", name)
-        self.modules[id(module)] = name, module
+        self.modules.append((name, module))
         own: Any = module.__dict__
         dot = f"{name}." if name else ""
         ours = type(module).__module__.split(".", 1)[0] == "multistage"
@@ -483,10 +457,11 @@ class _Walk:
         """Visit the globals that a function names."""
         if _is_others(function.__module__ or ""):
             return
-        space = function.__globals__
-        if not any(key in space and _is_own(space[key]) for key in _names(function.__code__)):
+        space, code = function.__globals__, function.__code__
+        stores = _STORE_GLOBAL in code.co_code[::2]
+        if not (stores or any(key in space and _is_own(space[key]) for key in _names(code))):
             return
-        for key, attributes in _uses(function.__code__)[0].items():
+        for key, attributes in _uses(code)[0].items():
             value = space.get(key, ABSENT)
             if not isinstance(value, ModuleType):
                 self._global(space, key, depth)
@@ -496,7 +471,7 @@ class _Walk:
 
     def _global(self, space: dict[str, object], key: str, depth: int) -> None:
         value = space.get(key, ABSENT)
-        if value is ABSENT or isinstance(value, ModuleType):
+        if isinstance(value, ModuleType) or (value is ABSENT and hasattr(builtins, key)):
             return
         if not isinstance(value, (FunctionType, type)):
             self._globals.setdefault(id(space), (space, {}))[1][key] = None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...actions import Action, Advance, EndForward, Free, Load, Put, Reverse, Save, Tape
-from ..environment.scope import Found, Scope, merged
+from ..environment.scope import Scope
 from ..environment.states import leaves_of
 from .traits import ApartError, Count, Sizes, Traits
 
@@ -104,26 +104,6 @@ class Joined:
             raise ApartError
 
 
-class Together(Scope):
-    """What stages refer to that run as one.
-
-    Each is searched by itself: how far a search goes is limited for each, and what another
-    has seen from afar is not seen in full.
-
-    Parameters
-    ----------
-    scopes : sequence of Scope
-        Of each.
-    """
-
-    def __init__(self, scopes: Sequence[Scope]) -> None:
-        self._scopes = tuple(scopes)
-        super().__init__(())
-
-    def _find(self) -> Found:
-        return merged([scope.look() for scope in self._scopes])
-
-
 def grouped(stages: Calls, groups: Sequence[Sequence[int]]) -> list[Callable[..., object]]:
     """Return one callable for each group of stages."""
     return [
@@ -191,7 +171,8 @@ def stretched(stages: Calls, traits: Sequence[Traits], actions: Sequence[Action]
 def _together(stages: Calls, traits: Sequence[Traits]) -> Traits:
     names = [trait.name for trait in traits]
     name = "+".join(names) if len(names) <= _MOST_NAMES else f"{names[0]} to {names[-1]}"
-    scope = Together([t.scope or Scope.of(s) for s, t in zip(stages, traits, strict=True)])
+    scopes = [t.scope or Scope.of(s) for s, t in zip(stages, traits, strict=True)]
+    scope = Scope([value for each in scopes for value in each.values])
     return Traits.together(name, traits, scope, _sum([trait.sizes for trait in traits]))
 
 
