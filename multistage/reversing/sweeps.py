@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Generic, TypeVar
 
 from ..errors import ArgumentError, StateError, StoreError
@@ -113,16 +113,15 @@ class Sweeps(Generic[State, Adjoint]):
             self.executor = steps.prepare(state, self.executor)
             if self._ready and not self.executor.stands:
                 self._ready, self._ended = False, _PREPARED
-            drawn = steps.drawn
-            if drawn is None and isinstance(steps, Uniform):
-                drawn = partial(steps.plan_of, 1)  # any number of steps may follow
-            self._draw(drawn)
-            if self.plan is None:
+            self._drawn = None
+            plan = steps.prospect()
+            if plan is None:
                 raise ArgumentError(
                     "steps differ, and what they cost shows in a first sweep: forward(), then "
                     "reverse(); or give costs=StageCosts(...)"
                 )
-            return self.plan
+            self._draw(plan)
+            return plan
         except BaseException:
             self.end(keep=True)
             raise
@@ -150,16 +149,11 @@ class Sweeps(Generic[State, Adjoint]):
 
     def _measures_anew(self, error: Exception) -> bool:
         """Whether a sweep that other sizes than planned have ended is to be run again."""
-        steps = self.steps
-        if isinstance(error, StateError):
-            if not (self.given.may_differ and error.varies and isinstance(steps, Uniform)):
-                return False
-            self.steps = Unequal(self.given, self._opened, self.bars)
-            self.executor = self._drawn = None
-            return True
-        if not isinstance(steps, Unequal) or steps.refuses_larger:
+        steps = self.steps.anew(error)
+        if steps is None:
             return False
-        steps.forget()
+        if steps is not self.steps:
+            self.steps, self.executor, self._drawn = steps, None, None
         return True
 
     def _forward(self, state: State, until: Callable[[State, int], bool] | None) -> State:
@@ -170,7 +164,7 @@ class Sweeps(Generic[State, Adjoint]):
         try:
             self.executor = executor = steps.prepare(state, self.executor, sweeps=True)
             before = executor.counts
-            self._draw(steps.drawn)
+            self._draw(steps.plan)
             is_last = self._is_last(until, executor)
             schedule = steps.schedule(is_last, executor)
             if steps.resumed is not None:
@@ -182,9 +176,9 @@ class Sweeps(Generic[State, Adjoint]):
                 self.given.watched.begin()
             where = "in the forward sweep"
             judged = steps.judges(online=online)
-            late = None if isinstance(steps, Unequal) and online else steps.late
+            late = steps.asked(online=online)
             last = executor.forward(schedule, state, steps.resumed, judged=judged, late=late)
-            self._draw(steps.drawn)  # which the first steps may have shown
+            self._draw(steps.plan)  # which the first steps may have shown
             if self._durable is not None:
                 self._durable.ended(last, self.length)
         except BaseException as error:
@@ -228,18 +222,12 @@ class Sweeps(Generic[State, Adjoint]):
                 ) from error
             raise
         self.bars.close()
-        self._draw(self.steps.ended(self.length, executor.counts, executor.timeline))
-        assert self._drawn is not None
+        self._drawn = cache(self.steps.ended(self.length, executor.counts, executor.timeline))
         self._remember(self._drawn, executor)
-        self._plan_next()
+        steps = self.steps.next_steps()
+        if steps is not self.steps:
+            self.steps, self.executor = steps, None
         return result
-
-    def _plan_next(self) -> None:
-        """Plan the next sweep step by step, if this one has shown that it pays."""
-        if isinstance(self.steps, Uniform):
-            steps = self.steps.next_steps()
-            if steps is not self.steps:
-                self.steps, self.executor = steps, None
 
     def _is_last(
         self, until: Callable[[State, int], bool] | None, executor: Executor[State, Adjoint]
@@ -263,8 +251,8 @@ class Sweeps(Generic[State, Adjoint]):
 
     # ----------------------------------------------------------------- reporting
 
-    def _draw(self, drawn: Drawn | None) -> None:
-        self._drawn = None if drawn is None else cache(drawn)
+    def _draw(self, plan: Plan | None) -> None:
+        self._drawn = None if plan is None else lambda: plan
 
     def report(self) -> Report:
         """Return what the last sweeps did beside what was predicted.
@@ -290,25 +278,20 @@ class Sweeps(Generic[State, Adjoint]):
         how = f"stopped by {type(error).__name__}"
         if isinstance(error, KeyboardInterrupt):
             how = "interrupted"
-        # What a survey would have come to is not known.
-        surveys = steps.drawn is None and (isinstance(steps, Unequal) or n is not None)
         counts = None if executor is None else executor.counts
-        if (
-            executor is None
-            or counts is None
-            or surveys
-            or counts is before
-            or not counts.elapsed_s
-        ):
+        drawn: Drawn | None = None
+        if executor is not None and counts is not before and counts is not None:
+            if n is None and "reverse" in where:
+                n = self.length
+            run = counts.forward_steps if n is None else min(counts.forward_steps, n)
+            if self.given.n_steps is None:
+                drawn = steps.in_hindsight(n or max(1, run))
+            elif (plan := steps.plan) is not None:
+                drawn = self._drawn or (lambda: plan)
+        # What a survey would have come to is not known.
+        if executor is None or counts is None or drawn is None or not counts.elapsed_s:
             self._report, self._stopped = None, f"{how} {where}"
             return
-        drawn = self._drawn or steps.drawn
-        if n is None and "reverse" in where:
-            n = self.length
-        run = counts.forward_steps if n is None else min(counts.forward_steps, n)
-        if self.given.n_steps is None and isinstance(steps, Uniform):
-            drawn = steps.in_hindsight(n or max(1, run))
-        assert drawn is not None
         of = "" if n is None else f" of {n}"
         told = f"{run}{of} steps run forward, {counts.reverse_steps} reversed"
         self._remember(drawn, executor, f"{how} {where}: {told}")
@@ -319,8 +302,3 @@ class Sweeps(Generic[State, Adjoint]):
         uses = tuple(map(TierUse.of, self.given.stores, self._before))
         self._report = cache(lambda: Report.of(drawn(), timeline, counts, uses, ended))
         self._stopped = ""
-
-
-def _has_begun(counts: Counts, before: Counts | None) -> bool:
-    """Whether a part of a sweep has run since an executor's counts were `before`."""
-    return counts is not before and bool(counts.elapsed_s)

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 from .. import native
 from ..actions import Action, Put, Schedule
 from ..backends.base import Store
-from ..errors import ArgumentError, BudgetError
+from ..errors import ArgumentError, BudgetError, StateError
 from ..execute.executor import Executor, Resumed
 from ..execute.late import Late, Stages
 from ..execute.ledger import Counts
@@ -155,11 +155,28 @@ class Unequal(Generic[State, Adjoint]):
         slots = self._budget.slots_for(largest, buffers)
         return slots * largest if self._budget.bytes is None else self._budget.bytes - buffers
 
-    @property
-    def drawn(self) -> Callable[[], Plan] | None:
-        """Returns the plan of the next sweep; None if it surveys."""
-        plan = self.plan
-        return None if plan is None else lambda: plan
+    def prospect(self) -> Plan | None:
+        """Return the plan of the next sweep; None if it surveys."""
+        return self.plan
+
+    def in_hindsight(self, n_steps: int) -> Callable[[], Plan] | None:
+        """Return None: what a survey would have come to is not known before its end."""
+        return None
+
+    def asked(self, *, online: bool) -> Late | None:
+        """Return what the next sweep asks where transfers are late; None if it waits."""
+        return None if online else self.late
+
+    def anew(self, error: Exception) -> Self | None:
+        """Return what runs a sweep again that an error has ended; None to raise it."""
+        if isinstance(error, StateError) or self._given or self.costs is None:
+            return None
+        self.forget()
+        return self
+
+    def next_steps(self) -> Self:
+        """Return what plans the next sweep."""
+        return self
 
     def prepare(
         self, state: State, executor: Executor[State, Adjoint] | None, *, sweeps: bool = False
@@ -299,11 +316,6 @@ class Unequal(Generic[State, Adjoint]):
                 "raise the budget"
             )
         return self._budget.bytes
-
-    @property
-    def refuses_larger(self) -> bool:
-        """Whether sizes beyond the costs are an error, not a reason to measure again."""
-        return self._given or self.costs is None
 
     @property
     def _mean_step_s(self) -> float:

@@ -18,7 +18,7 @@ from ..actions import Schedule
 from ..backends.compressed import compressions
 from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
-from ..errors import BudgetError
+from ..errors import BudgetError, StateError
 from ..execute.executor import Executor, Resumed
 from ..execute.late import EqualSteps, Late
 from ..execute.ledger import Counts
@@ -296,16 +296,10 @@ class Uniform(Generic[State, Adjoint]):
             return sealing(durable_plan)(costs, slots, n_steps)
         return plan(costs, Budget(slots=slots), n_steps, planner, progress=self._bars.shown)
 
-    @property
-    def drawn(self) -> Callable[[], Plan] | None:
-        """Returns the plan of the next sweep; None if its length is unknown."""
-        plan = self.plan
-        return None if plan is None else lambda: plan
-
-    def plan_of(self, n_steps: int) -> Plan:
-        """Return the plan of some number of steps."""
+    def prospect(self) -> Plan:
+        """Return the plan of the next sweep, of one step if its length is unknown."""
         assert self.costs is not None
-        return self._planned(self.costs, n_steps)
+        return self.plan or self._planned(self.costs, 1)
 
     def in_hindsight(self, n_steps: int) -> Callable[[], Plan]:
         """Return a function that plans a sweep of unknown length by its length."""
@@ -362,9 +356,8 @@ class Uniform(Generic[State, Adjoint]):
 
     # ----------------------------------------------------------------- executing
 
-    @property
-    def late(self) -> Late | None:
-        """What the next sweep asks where transfers are late; None if it waits."""
+    def asked(self, *, online: bool) -> Late | None:
+        """Return what the next sweep asks where transfers are late; None if it waits."""
         given, costs = self._arguments, self.costs
         if not given.stores or costs is None or self.resumed is not None:
             return None
@@ -415,10 +408,8 @@ class Uniform(Generic[State, Adjoint]):
         so a sweep of unknown length is only planned when its report is asked for.
         """
         assert self.costs is not None
-        drawn = self.drawn
-        if self._arguments.n_steps is None:
-            drawn = self.in_hindsight(n_steps)
-        assert drawn is not None
+        plan = self.plan
+        drawn = self.in_hindsight(n_steps) if plan is None else lambda: plan
         if self.resumed is None and self._arguments.agreement is None:
             seen = seen_costs(self.costs, timeline, counts)
             if self._late is not None and self._late.why:
@@ -453,6 +444,12 @@ class Uniform(Generic[State, Adjoint]):
             and 2 < given.n_steps <= MOST_AT_ONCE
             and (costs is None or costs.forward_step_s >= LEAST_TIMED_S)
         )
+
+    def anew(self, error: Exception) -> Unequal[State, Adjoint] | None:
+        """Return what runs a sweep again that an error has ended; None to raise it."""
+        if not (isinstance(error, StateError) and error.varies and self._arguments.may_differ):
+            return None
+        return Unequal(self._arguments, self._opened, self._bars)
 
     def next_steps(self) -> Uniform[State, Adjoint] | Unequal[State, Adjoint]:
         """Return what plans the next sweep: step by step, if the first has shown that it pays."""
