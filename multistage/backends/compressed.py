@@ -123,24 +123,34 @@ class CompressedStore(StreamedStore):
     def buffer_bytes(self, layout: Layout) -> int:
         """Return the bytes of I/O buffers, those of compressed bytes counted."""
         inner = max(super().buffer_bytes(layout), self.store.buffer_bytes(layout))
-        return inner + 3 * round_up(self._per_extent(layout) * layout.nbytes)
+        extent = round_up(self._per_extent(layout) * layout.nbytes)
+        # One extent as it is read, and one piece as the codec returns it and in pages.
+        return inner + extent + 2 * min(extent, self._piece_bytes)
 
     def medium(self, layout: Layout, extent_bytes: int) -> Medium:
         """Open the inner store's medium, with compression before it."""
-        codec: _Codec
+        codec: _Codec | None = None
         if self.choice == "zfp":
             assert self.tolerance is not None
             codec = _Zfp(layout, self.tolerance)
-        else:
-            codec = _Blosc(layout) if self.choice == "blosc" else _Nothing()
+        elif self.choice == "blosc":
+            codec = _Blosc(layout)
         inner = self.store.lend(layout, extent_bytes)
-        self._lent = True
+        self._lent, self._compressed = True, None
+        if codec is None:
+            return inner
         try:
-            self._compressed = _Compressed(inner, codec, extent_bytes)
+            piece_bytes = min(extent_bytes, self._piece_bytes)
+            self._compressed = _Compressed(inner, codec, extent_bytes, piece_bytes)
         except BaseException:  # no memory
             inner.close()
             raise
         return self._compressed
+
+    @property
+    def _piece_bytes(self) -> int:
+        """The most bytes that are written at once."""
+        return max(self._chunk_bytes, self._most_extent_bytes)
 
     def _give_back(self) -> None:
         if self._lent:  # else it may be open for others
@@ -152,6 +162,8 @@ class CompressedStore(StreamedStore):
         found = self.store.notes()
         if self._compressed is not None:
             found.append(self._compressed.said())
+        elif self.choice == "none":
+            found.append("not compressed")
         if self.why:
             found.append(self.why)
         return found
@@ -178,17 +190,6 @@ class _Codec(Protocol):
     def said(self, ratio: str) -> str:
         """Return a sentence for reports."""
         ...
-
-
-class _Nothing:
-    def encode(self, data: Array) -> bytes | None:
-        return None
-
-    def decode(self, payload: memoryview, data: Array) -> None:
-        raise AssertionError("nothing was encoded")
-
-    def said(self, ratio: str) -> str:
-        return "not compressed"
 
 
 class _Blosc:
@@ -317,11 +318,11 @@ class _Compressed:
     One thread writes while another reads, so each has a buffer of its own from the beginning.
     """
 
-    def __init__(self, inner: Medium, codec: _Codec, extent_bytes: int) -> None:
+    def __init__(self, inner: Medium, codec: _Codec, extent_bytes: int, piece_bytes: int) -> None:
         self._inner, self._codec = inner, codec
         self._pieces: dict[int, tuple[_Piece, ...]] = {}
         # Not touched: most of it is needed only for bytes that compress badly.
-        self._out, self._in = (pages(extent_bytes, touch=False) for _ in range(2))
+        self._out, self._in = (pages(n, touch=False) for n in (piece_bytes, extent_bytes))
         self._raw_bytes = self._stored_bytes = 0
 
     def begin(self, slot: int, nbytes: int) -> None:

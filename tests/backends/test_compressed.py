@@ -263,3 +263,10 @@ def test_leftovers_of_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
     store.open(Layout.of(np.zeros(4)))
     assert len(files_of(tmp_path)) == 1
     store.close()
+
+
+def test_a_large_state_needs_one_more_buffer_of_its_size() -> None:
+    pytest.importorskip("blosc2")
+    layout, inner = Layout.of(np.zeros(10 << 20)), MemoryStore()
+    more = CompressedStore(inner).buffer_bytes(layout) - inner.buffer_bytes(layout)
+    assert layout.nbytes < more < 1.2 * layout.nbytes

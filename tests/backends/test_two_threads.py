@@ -23,7 +23,7 @@ from multistage.backends import (
     RemoteStore,
 )
 from multistage.backends.arena import pages, round_up
-from multistage.backends.compressed import _Blosc, _Codec, _Compressed, _Nothing, _Zfp
+from multistage.backends.compressed import _Blosc, _Codec, _Compressed, _Zfp
 from multistage.backends.direct import DirectFile
 from multistage.backends.files import available_engines
 from multistage.backends.medium import Medium, Ram
@@ -53,7 +53,7 @@ def numbers_in(data: Any) -> Any:
 def compressed(folder: Path, codec: Callable[[], _Codec]) -> Medium:
     pytest.importorskip("blosc2")
     pytest.importorskip("zfpy")
-    return _Compressed(DirectFile(folder), codec(), EXTENT)
+    return _Compressed(DirectFile(folder), codec(), EXTENT, EXTENT)
 
 
 def remote(folder: Path) -> Medium:
@@ -65,7 +65,6 @@ MEDIA: dict[str, Callable[[Path], Medium]] = {
     "memory": lambda folder: Ram(),
     "direct": lambda folder: DirectFile(folder),
     "remote": remote,
-    "not compressed": lambda folder: compressed(folder, _Nothing),
     "blosc": lambda folder: compressed(folder, lambda: _Blosc(LAYOUT)),
     "zfp": lambda folder: compressed(folder, lambda: _Zfp(LAYOUT, 1e-6)),
 }
@@ -133,7 +132,7 @@ def test_zfp_does_not_believe_a_buffer_that_was_changed(tmp_path: Path) -> None:
             data[100] ^= 1
             super().write(slot, offset, data)
 
-    medium = _Compressed(Changing(tmp_path), _Zfp(LAYOUT, 1e-6), EXTENT)
+    medium = _Compressed(Changing(tmp_path), _Zfp(LAYOUT, 1e-6), EXTENT, EXTENT)
     medium.begin(0, EXTENT)
     medium.write(0, 0, paged(state(0)))
     with pytest.raises(OSError, match="checksum does not match: compressed"):
