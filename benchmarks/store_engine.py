@@ -146,7 +146,7 @@ class Stream:
         self._state = np.ones(STREAMED_BYTES // 8)
         self._store = FileStore(folder, engine, queue_depth=DEPTH)
         self._store.open(Layout.of(self._state))
-        self._key = 0
+        self._key = self._written = 0
 
     def offer(self, *, block: bool = False) -> None:
         """Put states until one is refused; with `block`, one that is taken."""
@@ -161,8 +161,8 @@ class Stream:
         """Wait until all is written; return the bytes since the last drain."""
         for key in range(max(0, self._key - DEPTH), self._key):
             assert self._store.wait_written(key)
-        moved, self._store.stats.bytes_written = self._store.stats.bytes_written, 0
-        return moved
+        before, self._written = self._written, self._store.stats.bytes_written
+        return self._written - before
 
     def close(self) -> None:
         """Close the store."""

@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 
 from .. import native
-from ..states.layout import Array
+from ..states.layout import Array, Layout
 from ..support.free_memory import node_free_bytes
 
 PAGE = 4096
@@ -163,3 +163,26 @@ def _came_back(
     if there is not None:
         there._lent.pop(number, None)
         there._idle.append((area, at))
+
+
+def lines_of(layout: Layout, count: int, buffer: Array) -> list[Array]:
+    """Return for each leaf one array over its places in all records of a buffer.
+
+    A view for each place would take more memory than small states do.
+    """
+    lines = []
+    for leaf in layout.leaves:
+        strides, step = [], leaf.dtype.itemsize
+        for length in reversed(leaf.shape):
+            strides.append(step)
+            step *= length
+        lines.append(
+            np.ndarray(
+                (count, *leaf.shape),
+                leaf.dtype,
+                buffer=buffer.data,
+                offset=leaf.offset,
+                strides=(layout.nbytes, *reversed(strides)),
+            )
+        )
+    return lines

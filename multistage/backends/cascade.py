@@ -53,9 +53,8 @@ from ..support.interrupts import Shield
 from ..support.waiting import Monitor
 from .arena import PAGE, pages, round_up
 from .base import Store, require_distinct
-from .extents import Room
 from .lanes import Lane
-from .medium import Medium, is_full
+from .medium import Medium, Room, is_full
 from .streamed import StreamedStore
 
 _FAILURES = 3  # in a row, then nothing more is moved that way

@@ -13,14 +13,14 @@ import errno
 import os
 import secrets
 import warnings
+from bisect import bisect
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..errors import SlowWarning, StoreError
 from ..states.layout import Array
 from .arena import PAGE, pages
-from .extents import PagePool
 from .medium import is_full
 
 # Larger requests gain nothing and keep the interpreter from being told of signals.
@@ -43,6 +43,8 @@ class DirectFile:
     ----------
     direct : bool
         Whether it is bypassed.
+    folder : str
+        For messages.
 
     Raises
     ------
@@ -51,7 +53,7 @@ class DirectFile:
     """
 
     def __init__(self, folder: Path, most_bytes: int | None = None, *, direct: bool = True) -> None:
-        self._most_bytes = most_bytes
+        self._most_bytes, self.folder = most_bytes, str(folder)
         self._pages = PagePool(None if most_bytes is None else most_bytes // PAGE)
         self.runs: dict[int, list[tuple[int, int]]] = {}  # the pages of each extent
         self._gone: deque[int] = deque()  # freed, but for the writing thread to note
@@ -174,6 +176,85 @@ class DirectFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+class PagePool:
+    """The pages of a file, taken and given back in runs.
+
+    Parameters
+    ----------
+    most : int or None
+        How many there are; None if unbounded.
+
+    Examples
+    --------
+    >>> pool = PagePool(6)
+    >>> pool.take(2), pool.take(1), pool.take(2), pool.take(2)
+    ([(0, 2)], [(2, 1)], [(3, 2)], None)
+    >>> pool.give([(0, 2)]); pool.give([(3, 2)])
+    >>> pool.take(5)
+    [(3, 3), (0, 2)]
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._free: list[tuple[int, int]] = []  # first page, pages; ascending, none adjacent
+        self._end = self._written = 0  # from here on none is taken, and none ever was
+
+    def close(self) -> None:
+        """Say that the file is full: no page is taken any more that never was."""
+        self._most = self._written
+
+    def take(self, count: int) -> list[tuple[int, int]] | None:
+        """Return the first page and the length of each run; None if too few pages are free.
+
+        One run if any is long enough, the shortest such; else the longest first.
+        """
+        if not count:
+            return []
+        left = None if self._most is None else self._most - self._end
+        fitting = [run for run in self._free if run[1] >= count]
+        if fitting:
+            return [self._cut(min(fitting, key=lambda run: run[1]), count)]
+        if left is None or left >= count:
+            return [self._grown(count)]
+        if left + sum(length for _, length in self._free) < count:
+            return None
+        taken = []
+        for run in sorted([*self._free, (self._end, left)], key=lambda run: -run[1]):
+            length = min(count, run[1])
+            if length:
+                taken.append(self._grown(length) if run[0] == self._end else self._cut(run, length))
+            count -= length
+        return taken
+
+    def _cut(self, run: tuple[int, int], count: int) -> tuple[int, int]:
+        """Take pages from the beginning of a free run."""
+        (first, length), at = run, self._free.index(run)
+        self._free[at : at + 1] = [(first + count, length - count)] if length > count else []
+        return first, count
+
+    def _grown(self, count: int) -> tuple[int, int]:
+        """Take pages from the end."""
+        self._end += count
+        self._written = max(self._written, self._end)
+        return self._end - count, count
+
+    def give(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Give pages back."""
+        free = self._free
+        for first, length in runs:
+            start, stop = first, first + length
+            at = bisect(free, (start, 0))
+            if at < len(free) and free[at][0] == stop:
+                stop += free.pop(at)[1]
+            if at and sum(free[at - 1]) == start:
+                at -= 1
+                start = free.pop(at)[0]
+            if stop == self._end:
+                self._end = start
+            else:
+                free.insert(at, (start, stop - start))
 
 
 def _takes_pages(fd: int) -> bool:

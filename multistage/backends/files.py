@@ -11,10 +11,8 @@ from .. import native
 from ..errors import ArgumentError, StoreError
 from ..states.layout import Layout
 from ..support.interrupts import Shield
-from .carrier import Carrier
 from .direct import DirectFile
 from .medium import Medium
-from .native import NativeFile
 from .streamed import StreamedStore
 
 if TYPE_CHECKING:
@@ -145,6 +143,7 @@ class FileStore(StreamedStore):
         )
         self.folder = Path(folder)
         self.engine: Engine = engine
+        self._hooks = (None, None) if engine == "native" else None
 
     def check(self) -> None:
         """Raise StoreError if the folder cannot be used; nothing is left in it."""
@@ -167,12 +166,7 @@ class FileStore(StreamedStore):
         super().open(layout)
 
     def medium(self, layout: Layout, extent_bytes: int) -> Medium:
-        """Return a fresh medium; that of `direct` in place of the native engine's threads."""
+        """Return a fresh medium, a file where the native engine's threads move its bytes."""
         if self.engine == "aiofiles":
             return AioFile(self.folder, self.capacity_bytes)
         return DirectFile(self.folder, self.capacity_bytes)
-
-    def _new_carrier(self, layout: Layout, extent_bytes: int) -> Carrier:
-        if self.engine == "native":
-            return NativeFile(self.folder, self.capacity_bytes)
-        return super()._new_carrier(layout, extent_bytes)

@@ -20,12 +20,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 from ..errors import StoreError
 from ..support.interrupts import Shield
 
-Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _forks = 0  # since this module was imported, in the line of processes down to this one
@@ -249,17 +248,3 @@ def _end_all() -> None:
 
 
 atexit.register(_end_all)
-
-
-def weakly(method: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """Return a method that does not keep its object, and does nothing once that is gone.
-
-    So a store that is dropped goes at once, though its threads know whom to tell.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: Arguments.args, **keywords: Arguments.kwargs) -> None:
-        if (found := reference()) is not None:
-            found(*arguments, **keywords)
-
-    return call

@@ -1,7 +1,8 @@
-"""Where extents lie: the Medium protocol, and host memory as one."""
+"""Where extents lie: the Medium protocol, room on a medium, and host memory as one."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import warnings
 from collections import deque
@@ -71,6 +72,72 @@ class Medium(Protocol):
         ...
 
 
+class Room:
+    """The bytes that may lie in a place, and numbers for what lies there.
+
+    The number given back last is taken first.
+
+    Parameters
+    ----------
+    most_bytes : int or None
+        How many there are; None if unbounded.
+
+    Attributes
+    ----------
+    closed : bool
+        Whether the place was found to be full: the most that it held is all it takes.
+
+    Examples
+    --------
+    >>> room = Room(300)
+    >>> room.take(100), room.take(150), room.left, room.fits(100)
+    (0, 1, 50, False)
+    >>> room.give(0), room.take(60), room.left
+    (100, 0, 90)
+    """
+
+    __slots__ = ("_free", "_held", "_next", "_peak", "_taken", "closed", "most_bytes")
+
+    def __init__(self, most_bytes: int | None) -> None:
+        self.most_bytes = most_bytes
+        self._held: dict[int, int] = {}  # the bytes of each number
+        self._free: list[int] = []
+        self._next = self._taken = self._peak = 0
+        self.closed = False
+
+    @property
+    def left(self) -> int:
+        """How many bytes can be taken; many if unbounded."""
+        return (1 << 62 if self.most_bytes is None else self.most_bytes) - self._taken
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether so many bytes can be taken."""
+        return self.most_bytes is None or self._taken + nbytes <= self.most_bytes
+
+    def take(self, nbytes: int) -> int:
+        """Return a number for so many bytes, which must fit."""
+        if self._free:
+            number = self._free.pop()
+        else:
+            number, self._next = self._next, self._next + 1
+        self._held[number] = nbytes
+        self._taken += nbytes
+        self._peak = max(self._peak, self._taken)
+        return number
+
+    def give(self, number: int) -> int:
+        """Give a number back; return how many bytes it had."""
+        nbytes = self._held.pop(number)
+        self._taken -= nbytes
+        self._free.append(number)
+        return nbytes
+
+    def close(self) -> None:
+        """Say that the place is full."""
+        self.most_bytes = self._peak
+        self.closed = True
+
+
 class Ram:
     """Host memory; that of freed extents is used again for others of the same size.
 
@@ -131,3 +198,42 @@ class Ram:
     def close(self) -> None:
         self._extents.clear()
         self._idle.clear()
+
+
+PLACE = 36  # bits of a position that are a place in an extent
+TEXT = 1 << 16  # errors from here on are an exception's text
+Hook = Callable[[int, int, int, int], int]
+
+
+def moves(medium: Medium, texts: dict[int, str]) -> tuple[Hook, Hook]:
+    """Return what writes and reads in place of a file, and notes the text of errors."""
+
+    def write(nbytes: int, slot: int, offset: int, data: Array) -> None:
+        if not offset:
+            medium.begin(slot, nbytes)
+        medium.write(slot, offset, data)
+
+    def read(nbytes: int, slot: int, offset: int, data: Array) -> None:
+        medium.read(slot, data)
+
+    def moving(move: Callable[[int, int, int, Array], None], first: int) -> Hook:
+        failures = 0
+
+        def hook(nbytes: int, address: int, length: int, position: int) -> int:
+            nonlocal failures
+            memory = memoryview((ctypes.c_uint8 * length).from_address(address))
+            data = np.frombuffer(memory, np.uint8)
+            try:
+                move(nbytes, position >> PLACE, position & (1 << PLACE) - 1, data)
+            except Exception as error:  # whatever it is: states are lost, not runs
+                if is_full(error):
+                    assert isinstance(error, OSError)
+                    return -(error.errno or errno.ENOSPC)
+                failures = (failures + 1) % 1024
+                texts[first + failures] = str(error)
+                return -(first + failures)
+            return length
+
+        return hook
+
+    return moving(write, TEXT), moving(read, 2 * TEXT)

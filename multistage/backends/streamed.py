@@ -9,33 +9,58 @@ small states (at least four fit in an extent)
     and the one below it, since checkpoints come back in descending order.
 large states
     have an extent each and are taken by reference: the writer copies them
-    chunk by chunk through one page-aligned buffer.
+    chunk by chunk through page-aligned buffers.
 
-A `Carrier` moves the extents in the background: threads of the C core for
-files, two Python threads for any other medium.  What an open store holds and has
-in flight is its `Traffic`.
+All that is the C core's record stream (`Stream`, `native/stream.h`), where every call but a wait
+answers at once: Ctrl-C finds each made or not made.  Where there is no core, each state travels by
+itself (`plain.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import functools
+import logging
+import math
+import os
+import sys
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Literal
 
+import numpy as np
+
+from .. import native
 from ..errors import ArgumentError, StoreError
-from ..states.layout import Array, Layout
+from ..states.layout import Array, Layout, places
 from ..support.interrupts import Shield, whole
-from .arena import PAGE, landing_bytes, round_up, whole_huge
-from .base import BaseStore, StoreStats, TransferRecord
-from .carrier import Carrier, ThreadCarrier
-from .lifetimes import Hold
-from .medium import Medium
-from .traffic import BUFFERS, Traffic
+from .arena import PAGE, landing_bytes, landing_pool, lines_of, pages, round_up, whole_huge
+from .base import BaseStore, CheckpointLost, StoreStats, TransferRecord
+from .direct import DirectFile
+from .lanes import Lane
+from .lifetimes import Birth, Ending, Hold, end
+from .medium import Hook, Medium, moves, warn_full
+from .plain import PlainStream, Setup
+
+logger = logging.getLogger(__name__)
 
 _SMALL = 4  # states per extent from which on they are coalesced
 _EXTENT_BYTES = 2 << 20
 _CHUNK_BYTES = 4 << 20
+BUFFERS = 3  # small states are gathered in, each one extent; as many again are read into
+# How long a wait may be deaf to signals such as Ctrl-C.
+_PATIENCE_MS = 50
+_NICE = 5
+_WAIT, _MEMORY, _TELL, _FULL = -1, -3, -4, -5
+_SAYS = {
+    errno.EBADMSG: "the checksum does not match: the bytes were changed",
+    errno.ENODATA: "the file ends before the checkpoint does",
+    errno.ECANCELED: "it was cancelled",
+}
 
 
 class StreamedStore(BaseStore):
@@ -93,15 +118,17 @@ class StreamedStore(BaseStore):
         self._bounces = bounces
         self._most_extent_bytes = extent_bytes
         self._chunk_bytes = chunk_bytes
-        self._carrier: Carrier | None = None
-        self._traffic: Traffic | None = None
+        self._stream: Stream | PlainStream | None = None
+        self._ending: Ending[None] | None = None
+        # Of a medium that is a file, whose bytes the C core's own threads move.
+        self._hooks: tuple[Hook | None, Hook | None] | None = None
         self._hold = Hold(name)
 
     # ------------------------------------------------------------------- life
 
     def _per_extent(self, layout: Layout) -> int:
         """Return how many states share an extent, 1 for large ones."""
-        if layout.varied:
+        if layout.varied or not has_streams():
             return 1
         extent = min(self._most_extent_bytes, self._buffer_bytes // (2 * BUFFERS))
         if self.capacity_bytes is not None:
@@ -149,9 +176,25 @@ class StreamedStore(BaseStore):
     def _give_back(self) -> None:
         """Give back what `medium` took besides the medium itself."""
 
-    def _new_carrier(self, layout: Layout, extent_bytes: int) -> Carrier:
-        """Return what moves this store's extents."""
-        return ThreadCarrier(self.medium(layout, extent_bytes), verify=self.exact)
+    def _new_stream(self, layout: Layout) -> Stream | PlainStream:
+        """Return what moves states to and from a fresh medium."""
+        count = self._per_extent(layout)
+        medium = self.medium(layout, round_up(count * layout.nbytes))
+        setup = Setup(
+            self.name,
+            medium,
+            layout,
+            count,
+            self.capacity_bytes,
+            self.queue_depth,
+            self._bounce_bytes(layout),
+            self.exact,
+            self.stats,
+            self.transfers,
+        )
+        if has_streams():
+            return Stream(setup, self._bounces, self._hooks)
+        return PlainStream(setup)
 
     def lend(self, layout: Layout, extent_bytes: int) -> Medium:
         """Return a fresh medium for a store that is built on this one.
@@ -190,28 +233,18 @@ class StreamedStore(BaseStore):
             raise
 
     def _open(self, layout: Layout) -> None:
-        count = self._per_extent(layout)
-        extent_bytes = round_up(count * layout.nbytes)
+        self.stats = StoreStats()
+        self.transfers.clear()
         try:
-            carrier = self._new_carrier(layout, extent_bytes)
+            stream = self._stream = self._new_stream(layout)
         except (OSError, MemoryError) as error:
             raise StoreError(
                 f"tier {self.name!r} cannot be used: {error}; choose a folder that can be written"
             ) from error
-        self._carrier = carrier  # from here on `close` gives everything back
-        self.stats = StoreStats()
-        self.transfers.clear()
-        self._traffic = Traffic(
-            self.name,
-            carrier,
-            layout,
-            count,
-            self.capacity_bytes,
-            self.stats,
-            self.transfers,
-        )
+        # From here on `close` gives everything back, and this once the store is dropped.
+        self._ending = Ending(self, partial(end, stream.close, Birth.here()))
         try:
-            self._traffic.start(self._bounce_bytes(layout))
+            stream.start()
         except (OSError, MemoryError, RuntimeError) as error:  # no memory, no thread
             raise StoreError(
                 f"tier {self.name!r} cannot be used: {str(error) or 'no memory'}; it needs "
@@ -231,14 +264,15 @@ class StreamedStore(BaseStore):
 
     def _close(self) -> None:
         failure: Exception | None = None
-        if self._carrier is not None:
-            if not self._hold.foreign:
-                try:
-                    with contextlib.suppress(OSError):  # what was in it is needed no more
-                        self._carrier.close()
-                except Exception as error:  # its finalizer tries once more
-                    failure = error
-            self._carrier = self._traffic = None
+        if self._stream is not None:
+            try:
+                with contextlib.suppress(OSError):  # what was in it is needed no more
+                    self._stream.close()
+                if self._ending is not None:
+                    self._ending.forget()
+            except Exception as error:  # its finalizer tries once more
+                failure = error
+            self._stream = None
         # Not if it was interrupted above: its threads may still write there.
         self._give_back()
         self._hold.give_back()
@@ -250,9 +284,9 @@ class StreamedStore(BaseStore):
     def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
         """Queue the write of one state; see `Store.put`."""
         self._hold.check()
-        traffic = self._traffic  # without a call: a put of a small state takes but a microsecond
-        assert traffic is not None
-        return traffic.put(key, arrays, block, self.queue_depth)
+        stream = self._stream  # without a call: a put of a small state takes but a microsecond
+        assert stream is not None
+        return stream.put(key, arrays, block)
 
     def wait_written(self, key: int) -> bool:
         """Block until the arrays of `key` are not read any more; False if they are lost."""
@@ -272,7 +306,7 @@ class StreamedStore(BaseStore):
 
     def waits(self) -> bool:
         """Whether a `put` with `block` would wait now."""
-        return self._opened().waits(self.queue_depth)
+        return self._opened().waits()
 
     def prefetch(self, key: int) -> None:
         """Queue a read of `key`, behind its write if that is still in flight."""
@@ -286,7 +320,370 @@ class StreamedStore(BaseStore):
         """Free the medium's copy of `key`.  Unknown keys are ignored."""
         self._opened().drop(key)
 
-    def _opened(self) -> Traffic:
+    def _opened(self) -> Stream | PlainStream:
         self._hold.check()
-        assert self._traffic is not None
-        return self._traffic
+        assert self._stream is not None
+        return self._stream
+
+
+def has_streams() -> bool:
+    """Whether the C core's record streams are there."""
+    return sys.platform == "linux" and native.LIBRARY is not None
+
+
+class Stream:
+    """The records of an open store, in the C core.
+
+    Here is what C cannot know: arrays are kept alive while threads are at them, and a medium that
+    is no file is worked by two threads of the interpreter.  Arrays are noted before the call that
+    uses them, by a number of their own, and forgotten when the stream says so.
+
+    Parameters
+    ----------
+    setup : Setup
+    bounces : int
+        Parts of the memory that large states leave through.
+    hooks : (pwrite, pread) or None
+        The medium is a `DirectFile` whose bytes the C core's own threads move: by these, each
+        where it is given, to let them fail in tests.
+    """
+
+    def __init__(
+        self, setup: Setup, bounces: int = 1, hooks: tuple[Hook | None, Hook | None] | None = None
+    ) -> None:
+        self._name, self._medium, self._count = setup.name, setup.medium, setup.count
+        self._layout = layout = setup.layout
+        self._stats, self._transfers = setup.stats, setup.transfers
+        self._library, self._held = native.library(), native.held_library()
+        held = self._held
+        self._fill, self._find = held.ms_stream_fill, held.ms_stream_get
+        self._ahead, self._forget = held.ms_stream_prefetch, held.ms_stream_drop
+        self._birth = Birth.here()
+        self._handle = ctypes.c_void_p()
+        self._view, self._record = native.StreamView(), native.StreamRecord()
+        self._lanes: list[Lane[int]] = []
+        self._warned = False  # that there is no more room
+        self._next = 1
+        self._kept: dict[int, object] = {}  # arrays of writes by number, until they have ended
+        self._landings: dict[int, tuple[int, Array]] = {}  # of large states by key
+        self._ending: dict[int, Array] = {}  # of reads that were dropped, until they have ended
+        self._shapes: dict[int, list[tuple[Any, Any, int]]] = {}  # by key, where they vary
+        self._kinds = [(leaf.shape, leaf.dtype, leaf.offset) for leaf in layout.leaves]
+        self._pool = landing_pool(round_up(layout.nbytes))
+        self._pieces = (native.Piece * len(layout.leaves))()
+        for piece, leaf in zip(self._pieces, layout.leaves, strict=True):
+            piece.offset, piece.nbytes = leaf.offset, leaf.nbytes
+        self._texts: dict[int, str] = {}
+        self._bytes = extent_bytes = round_up(setup.count * layout.nbytes)
+        outside = hooks is None
+        hooked = moves(setup.medium, self._texts) if hooks is None else hooks
+        # Called from other threads: they must live as long as these.
+        self._moves = [native.Transfer(move) if move else native.Transfer() for move in hooked]
+        self._options = native.StreamOptions(
+            most_bytes=-1 if setup.capacity_bytes is None else setup.capacity_bytes,
+            count=setup.count,
+            record_bytes=layout.nbytes,
+            extent_bytes=extent_bytes,
+            depth=setup.depth,
+            chunk_bytes=setup.bounce_bytes // bounces if setup.count == 1 else extent_bytes,
+            n_bounces=bounces,
+            unverified=not setup.verify,
+            outside=outside,
+            nice=0 if outside else _NICE,  # a thread that waits for the interpreter must not
+            pwrite=self._moves[0],
+            pread=self._moves[1],
+            view=ctypes.pointer(self._view),
+        )
+        self._bounce_bytes = setup.bounce_bytes
+
+    def start(self) -> None:
+        """Allocate buffers and start the threads.
+
+        Raises
+        ------
+        OSError, MemoryError, RuntimeError
+            If there is no memory, or no thread.
+        """
+        options = self._options
+        if self._count > 1:
+            half = whole_huge(BUFFERS * self._bytes)
+            self._arena = pages(2 * half)
+            options.arena, options.landing = self._arena.ctypes.data, half
+            options.n_buffers = BUFFERS
+            self._lines = [
+                lines_of(self._layout, self._count, self._arena[at : at + self._bytes])
+                for start in (0, half)
+                for at in range(start, start + BUFFERS * self._bytes, self._bytes)
+            ]
+        else:
+            self._bounce = pages(whole_huge(self._bounce_bytes))
+            options.bounce = self._bounce.ctypes.data
+        if not options.outside:
+            assert isinstance(self._medium, DirectFile)
+            options.fd = self._medium.fd
+            if self._library.ms_io_in_memory(options.fd):
+                _warn_of_memory(self._medium.folder)
+        failed = self._library.ms_stream_open(ctypes.byref(options), ctypes.byref(self._handle))
+        if failed:
+            raise OSError(failed, f"threads cannot be started: {os.strerror(failed)}")
+        for kind, name in enumerate(("multistage-writer", "multistage-reader")):
+            if options.outside:
+                lane: Lane[int] = Lane(name)
+                lane.start(partial(self._library.ms_stream_work, self._handle))
+                self._lanes.append(lane)
+                lane.put(kind)
+                lane.end()
+
+    # ------------------------------------------------------------------ writes
+
+    def put(self, key: int, arrays: Sequence[Array], block: bool) -> bool:
+        """Queue the write of one state; see `Store.put`."""
+        if self._count == 1:
+            return self._put_large(key, arrays, block)
+        view = self._view
+        if view.buffer < 0 and not self._placed(block):
+            return False
+        at = view.at
+        for line, array in zip(self._lines[view.buffer], arrays, strict=True):
+            line[at] = array
+        answer = self._fill(self._handle, key)
+        if view.news:
+            self._tell()
+        if answer < 0:
+            return self._refused(answer)
+        self._stats.writes += 1
+        return True
+
+    def _put_large(self, key: int, arrays: Sequence[Array], block: bool) -> bool:
+        if key in self._landings:
+            self.drop(key)  # that was not dropped yet
+        pieces = self._pieces_of(key, arrays)
+        number, self._next = self._next, self._next + 1
+        self._kept[number] = tuple(arrays)
+        while True:
+            answer = self._held.ms_stream_put(self._handle, key, number, pieces, len(pieces))
+            if answer > 0 or not self._again(answer, block):
+                break
+        if self._view.news:
+            self._tell()
+        if answer > 0:
+            self._stats.writes += 1
+            return True
+        del self._kept[number]
+        self._shapes.pop(key, None)
+        return self._refused(answer)
+
+    def _placed(self, block: bool) -> bool:
+        """Find a place for the next small state; whether there is one."""
+        room = self._held.ms_stream_room
+        answer = room(self._handle)
+        while answer <= 0 and self._again(answer, block):
+            answer = room(self._handle)
+        return answer > 0 or self._refused(answer)
+
+    def _again(self, answer: int, block: bool) -> bool:
+        """Whether a state may be put after all, once that was waited for which it takes."""
+        if answer == _TELL:
+            self._tell()
+            return True
+        if answer == _WAIT and block:
+            self._wait()
+            return True
+        return False
+
+    def _refused(self, answer: int) -> Literal[False]:
+        self._stats.refused += 1
+        if answer == _FULL:
+            self._stats.refused_full += 1
+            if not self._warned:
+                self._warned = True
+                used = f"its capacity of {self._options.most_bytes} bytes is used"
+                warn_full(f"tier {self._name!r}", "no space is left" if self._view.full else used)
+        return False
+
+    def _pieces_of(self, key: int, arrays: Sequence[Array]) -> ctypes.Array[native.Piece]:
+        """Return where a large state lies, and will lie in its record."""
+        pieces = self._pieces
+        if self._layout.varied:
+            offsets, nbytes = places([array.nbytes for array in arrays])
+            pieces, shapes = (native.Piece * len(arrays))(), []
+            for piece, array, at in zip(pieces, arrays, offsets, strict=True):
+                piece.offset, piece.nbytes = at, array.nbytes
+                shapes.append((array.shape, array.dtype, at))
+            if sum(array.nbytes for array in arrays) > self._layout.nbytes:
+                raise ArgumentError(
+                    f"put of {nbytes} bytes in tier {self._name!r}, opened for at most "
+                    f"{self._layout.nbytes}"
+                )
+            self._shapes[key] = shapes
+        for piece, array in zip(pieces, arrays, strict=True):
+            piece.data = array.ctypes.data
+        return pieces
+
+    def wait_written(self, key: int) -> bool:
+        """Block until the arrays of `key` are not read any more; False if they are lost."""
+        while (answer := self._held.ms_stream_written(self._handle, key)) == _WAIT:
+            self._wait()
+        if self._view.news:
+            self._tell()
+        return bool(answer > 0)
+
+    def cancel(self, key: int) -> None:
+        """Give up the write of a large state; those of small states share one, which is made."""
+        self._held.ms_stream_cancel(self._handle, key)
+
+    def ended(self, key: int, timeout_s: float) -> bool:
+        """Wait for a write, no longer than some seconds; return whether it has ended."""
+        return self._until(lambda: self._held.ms_stream_ended(self._handle, key), timeout_s)
+
+    def waits(self) -> bool:
+        """Whether a `put` with `block` would wait now."""
+        return not self._held.ms_stream_ready(self._handle)
+
+    # ------------------------------------------------------------------- reads
+
+    def prefetch(self, key: int) -> None:
+        """Queue a read of the extent of `key`, and of the one below it."""
+        if self._count > 1:
+            self._ahead(self._handle, key)
+        elif self._held.ms_stream_arrived(self._handle, key) == _MEMORY:
+            self._read(key)
+
+    def _read(self, key: int) -> None:
+        """Queue the read of a large state, which was not read yet."""
+        if key not in self._landings:  # or Ctrl-C came before it was queued
+            nbytes = self._layout.nbytes
+            if self._layout.varied:
+                sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in self._shapes[key]]
+                _, nbytes = places(sizes)
+            number, self._next = self._next, self._next + 1
+            self._landings[key] = number, self._pool.take(max(1, nbytes))
+        number, landing = self._landings[key]
+        self._held.ms_stream_read(self._handle, key, number, landing.ctypes.data)
+
+    def arrived(self, key: int, timeout_s: float) -> bool:
+        """Wait for a read, no longer than some seconds; return whether it has ended."""
+
+        def has_arrived() -> bool:
+            answer = self._held.ms_stream_arrived(self._handle, key)
+            if answer == _MEMORY:
+                self._read(key)
+            return bool(answer > 0)
+
+        return self._until(has_arrived, timeout_s)
+
+    def get(self, key: int) -> list[Array]:
+        """Block until the read of `key` is done; return its arrays.  Raises CheckpointLost."""
+        while (at := self._find(self._handle, key)) < 0:
+            if at == _WAIT:
+                self._wait()
+            elif at == _MEMORY:
+                self._read(key)
+            else:
+                raise self._lost(key)
+        if self._view.news:
+            self._tell()
+        self._stats.reads += 1
+        if self._count > 1:  # copies: a buffer is used again without asking who looks at it
+            place = self._view.place
+            found = [line[place, ...].copy() for line in self._lines[at]]
+            for array in found:
+                array.setflags(write=False)
+            return found
+        # Landed for this reader alone: a later get reads again.
+        _, record = self._landings.pop(key, (0, None))
+        if record is None:  # Ctrl-C came as it was dropped
+            return self.get(key)
+        record.flags.writeable = False
+        kinds = self._shapes[key] if self._layout.varied else self._kinds
+        return [np.ndarray(shape, dtype, record, at) for shape, dtype, at in kinds]
+
+    def _lost(self, key: int) -> CheckpointLost:
+        self._landings.pop(key, None)
+        self._shapes.pop(key, None)
+        view = self._view
+        code, what = view.error, "write" if view.write_failed else "read"
+        if view.news:
+            self._tell()
+        if not code:
+            return CheckpointLost(f"tier {self._name!r} has no checkpoint {key}")
+        said = self._texts.get(code) or _SAYS.get(code) or os.strerror(code)
+        return CheckpointLost(f"{what} failed: {said}")
+
+    def drop(self, key: int) -> None:
+        """Free the medium's copy of `key`.  Unknown keys are ignored."""
+        landing = self._landings.get(key)
+        if landing is not None:  # noted first: Ctrl-C must not free what is read into
+            self._ending[landing[0]] = landing[1]
+            del self._landings[key]
+        in_use = self._forget(self._handle, key)
+        if landing is not None and not in_use:
+            del self._ending[landing[0]], landing
+            self._pool.trim()  # no other memory is kept idle beside what stays in use
+        if self._shapes:
+            self._shapes.pop(key, None)
+        if self._view.news:
+            self._tell()
+
+    # ----------------------------------------------------------------- the stream
+
+    def _wait(self, timeout_ms: int = _PATIENCE_MS) -> None:
+        if self._view.news:
+            self._tell()
+        self._library.ms_stream_wait(self._handle, timeout_ms)
+
+    def _until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        ends_s = time.perf_counter() + timeout_s
+        while not ready():
+            left_ms = 1e3 * (ends_s - time.perf_counter())
+            if left_ms <= 0:
+                return False
+            self._wait(math.ceil(min(_PATIENCE_MS, left_ms)))
+        return True
+
+    def _tell(self) -> None:
+        """Note what the stream shows, and let go of what it needs no more."""
+        view, stats, held, handle = self._view, self._stats, self._held, self._handle
+        view.news = 0
+        while held.ms_stream_record(handle, self._record):
+            one = self._record
+            self._transfers.append(
+                TransferRecord(
+                    "read" if one.is_read else "write",
+                    one.key,
+                    1e-9 * one.start_ns,
+                    1e-9 * one.stop_ns,
+                    one.nbytes,
+                )
+            )
+        while (number := held.ms_stream_freed(handle)) >= 0:
+            self._medium.free(number)
+        stats.bytes_written, stats.bytes_read = view.bytes_written, view.bytes_read
+        stats.stored_bytes, stats.lost = view.stored_bytes, view.lost
+        stats.peak_stored_bytes = view.peak_stored_bytes
+        for kept, ended in ((self._kept, view.written), (self._ending, view.read)):
+            while kept and (number := next(iter(kept))) <= ended:
+                del kept[number]
+
+    def close(self) -> None:
+        """Finish what is in flight, stop the threads, note what came of it, close the medium.
+
+        Interrupted, it can be called again and does the rest.  A forked child leaves all to
+        its parent.
+        """
+        if self._birth.foreign:
+            return
+        if self._handle:
+            self._held.ms_stream_end(self._handle)
+            for lane in self._lanes:
+                lane.join()
+            self._library.ms_stream_stop(self._handle)
+            self._held.ms_stream_poll(self._handle)
+            self._tell()
+            self._library.ms_stream_close(ctypes.byref(self._handle))
+        self._medium.close()
+
+
+@functools.cache  # once in a process: a tier that is measured opens several times
+def _warn_of_memory(folder: str) -> None:
+    logger.warning("folder %r lies in memory (tmpfs): checkpoints there take as much of it", folder)

@@ -1,4 +1,4 @@
-"""The C core, loaded through ctypes: plain functions on arrays, declared in core.h.
+"""The C core, loaded through ctypes: plain functions on arrays, declared in core.h and stream.h.
 
 `LIBRARY` is None where the core was not built; a kernel's plain Python twin then
 takes over, and the first one to do so warns.  What has no twin is refused (`require`).
@@ -23,7 +23,7 @@ from ..errors import ArgumentError, SlowWarning
 from .header import Header, sum_of_sources
 
 _HERE = Path(__file__).parent
-_HEADER = Header((_HERE / "core.h").read_text())
+_HEADER = Header("".join((_HERE / name).read_text() for name in ("core.h", "stream.h")))
 _INT64 = ctypes.c_int64
 
 
@@ -58,25 +58,25 @@ class SweepCall(ctypes.Structure):
 
 @_HEADER.structure("piece_t")
 class Piece(ctypes.Structure):
-    """`piece_t`: an array and its place in the record."""
-
-
-@_HEADER.structure("span_t")
-class Span(ctypes.Structure):
-    """`span_t`: bytes of the file."""
-
-
-@_HEADER.structure("job_t")
-class Job(ctypes.Structure):
-    """`job_t`: one extent to write or read."""
+    """`piece_t`: an array and its place in a record."""
 
 
 Transfer = _HEADER.callback("transfer_t")
 
 
-@_HEADER.structure("io_options_t")
-class IoOptions(ctypes.Structure):
-    """`io_options_t`: how the threads of the file store are set up."""
+@_HEADER.structure("stream_view_t")
+class StreamView(ctypes.Structure):
+    """`stream_view_t`: what a record stream shows."""
+
+
+@_HEADER.structure("stream_record_t")
+class StreamRecord(ctypes.Structure):
+    """`stream_record_t`: a transfer that has ended."""
+
+
+@_HEADER.structure("stream_options_t")
+class StreamOptions(ctypes.Structure):
+    """`stream_options_t`: how a record stream is set up."""
 
 
 _INSTALL = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,7 +78,7 @@ class Header:
         return kind
 
     def declare(self, library: ctypes.CDLL) -> None:
-        """Tell a library the types of its functions.
+        """Tell a library the types of its functions; on Linux alone there are streams.
 
         Raises
         ------
@@ -85,6 +86,8 @@ class Header:
             If it lacks one of them.
         """
         for name, (result, parameters) in self._functions.items():
+            if name.startswith("ms_stream") and sys.platform != "linux":
+                continue
             function = getattr(library, name)
             function.restype = _NUMBERS[result]
             function.argtypes = self._types(parameters)

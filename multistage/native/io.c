@@ -50,6 +50,7 @@ typedef struct {
     io_t *io;
     pthread_t front, back;
     int has_front, has_back;
+    _Atomic int outside; /* one of them is the caller's, and there */
     _Atomic(job_t *) inbox; /* newest first */
     job_t *ready;           /* oldest first; the front's */
     sem_t jobs;             /* submitted, and one more to stop */
@@ -61,7 +62,7 @@ typedef struct {
 
 struct io {
     io_options_t o;
-    int64_t allocated, running;
+    int64_t allocated, running, ending;
     lane_t lane[2];
     _Atomic int64_t completed, waiters;
     pthread_mutex_t mutex;
@@ -179,7 +180,8 @@ static int64_t move_chunk(io_t *io, transfer_t *move, const chunk_t *chunk, int6
         if (move == io->o.pwrite && position + nbytes > io->allocated)
             error = io_grow(io->o.fd, &io->allocated, io->o.most_bytes, position + nbytes);
         if (!error)
-            error = io_transfer(move, io->o.fd, data, nbytes, position, at_end);
+            error = io_transfer(move, io->o.outside ? pages_of(chunk->job->nbytes) : io->o.fd, data,
+                                nbytes, position, at_end);
         data += nbytes, left -= nbytes, offset = 0;
     }
     return error;
@@ -267,7 +269,8 @@ static void *read_front(void *argument)
         if (!atomic_compare_exchange_strong(&job->cancelled, &fresh, 2))
             error = ECANCELED;
         for (int64_t offset = 0, last = 0; !last;) {
-            int64_t nbytes = min64(job->nbytes - offset, io->o.chunk_bytes);
+            int64_t nbytes = io->o.outside ? job->nbytes
+                                           : min64(job->nbytes - offset, io->o.chunk_bytes);
             char *data = job->data + offset;
             take(&lane->room);
             if (!error && atomic_load_explicit(&job->cancelled, memory_order_relaxed) == 1)
@@ -302,7 +305,7 @@ static void *read_back(void *argument)
             XXH3_64bits_update(&sum, chunk.data, (size_t)chunk.nbytes);
         if (!chunk.last)
             continue;
-        if (!error && XXH3_64bits_digest(&sum) != chunk.job->sum)
+        if (!error && !lane->io->o.unverified && XXH3_64bits_digest(&sum) != chunk.job->sum)
             error = EBADMSG;
         complete(lane, chunk.job, error);
         XXH3_64bits_reset(&sum);
@@ -339,13 +342,12 @@ static int start_thread(lane_t *lane, pthread_t *thread, void *(*run)(void *))
 /* Every job submitted is moved first. */
 static void stop_lane(lane_t *lane)
 {
-    if (lane->has_front) {
-        sem_post(&lane->jobs);
-        pthread_join(lane->front, NULL);
-    } else if (lane->has_back) {
+    if (!lane->has_front && !lane->outside && lane->has_back) { /* it was not started */
         take(&lane->room);
         send(lane, (chunk_t){0});
     }
+    if (lane->has_front)
+        pthread_join(lane->front, NULL);
     if (lane->has_back)
         pthread_join(lane->back, NULL);
     sem_destroy(&lane->jobs);
@@ -365,6 +367,8 @@ int64_t ms_io_start(io_t *io, const io_options_t *options)
         return EINVAL;
     memset(io, 0, sizeof *io);
     io->o = *options;
+    if (io->o.outside) /* nothing of a file is allocated */
+        io->allocated = INT64_MAX;
     if (!io->o.pwrite)
         io->o.pwrite = io_pwrite;
     if (!io->o.pread)
@@ -384,14 +388,24 @@ int64_t ms_io_start(io_t *io, const io_options_t *options)
         sem_init(&lane->jobs, 0, 0);
         sem_init(&lane->room, 0, (unsigned)lane->length);
         sem_init(&lane->chunks, 0, 0);
-        if (!failed && !(failed = start_thread(lane, &lane->back, BACK[kind])))
+        int back = !(io->o.outside && kind == IO_WRITE), front = !(io->o.outside && kind == IO_READ);
+        if (back && !failed && !(failed = start_thread(lane, &lane->back, BACK[kind])))
             lane->has_back = 1;
-        if (!failed && !(failed = start_thread(lane, &lane->front, FRONT[kind])))
+        if (front && !failed && !(failed = start_thread(lane, &lane->front, FRONT[kind])))
             lane->has_front = 1;
     }
     if (failed)
         ms_io_stop(io);
     return failed;
+}
+
+/* Be the thread of a lane that calls pwrite or pread, until ms_io_end; that must have been
+ * returned from before ms_io_stop. */
+void ms_io_work(io_t *io, int64_t kind)
+{
+    lane_t *lane = &io->lane[kind];
+    lane->outside = 1;
+    kind == IO_WRITE ? write_back(lane) : read_front(lane);
 }
 
 /* Queue a job, behind those of its kind: a write (IO_WRITE) or a read (IO_READ).
@@ -406,12 +420,23 @@ void ms_io_submit(io_t *io, job_t *job, int64_t kind)
     sem_post(&lane->jobs);
 }
 
+/* Have the threads end after what is submitted now; nothing the second time. */
+void ms_io_end(io_t *io)
+{
+    if (!io->running || io->ending)
+        return;
+    io->ending = 1;
+    for (int kind = IO_WRITE; kind <= IO_READ; kind++)
+        sem_post(&io->lane[kind].jobs);
+}
+
 /* Finish every job and stop the threads; nothing the second time, nor of zeroed memory that
  * was never started. */
 void ms_io_stop(io_t *io)
 {
     if (!io->running)
         return;
+    ms_io_end(io);
     io->running = 0;
     stop_lane(&io->lane[IO_WRITE]); /* first: a read may wait for a write */
     stop_lane(&io->lane[IO_READ]);
@@ -419,14 +444,4 @@ void ms_io_stop(io_t *io)
     pthread_mutex_destroy(&io->mutex);
 }
 
-#else /* the portable engines take over */
-
-#include <errno.h>
-int64_t ms_io_len(void) { return 1; }
-int64_t ms_io_start(io_t *io, const io_options_t *o) { return (void)io, (void)o, ENOSYS; }
-void ms_io_submit(io_t *io, job_t *job, int64_t kind) { (void)io, (void)job, (void)kind; }
-int64_t ms_io_cancel(job_t *job) { (void)job; return 0; }
-int64_t ms_io_state(const job_t *job) { return (void)job, IO_FAILED; }
-int64_t ms_io_wait(io_t *io, int64_t seen, int64_t t) { return (void)io, (void)t, seen; }
-void ms_io_stop(io_t *io) { (void)io; }
 #endif

@@ -16,9 +16,9 @@ import pytest
 
 from multistage.backends import CheckpointLost, FileStore, MemoryStore
 from multistage.backends.arena import LandingPool
+from multistage.backends.direct import DirectFile
 from multistage.backends.files import available_engines
 from multistage.backends.medium import Ram
-from multistage.backends.native import NativeFile
 from multistage.backends.streamed import StreamedStore
 from multistage.states.layout import Array, Layout
 
@@ -35,16 +35,14 @@ class Held:
         self.writes = 0
         self.store = StreamedStore(
             "held",
-            self._medium,
+            (lambda: DirectFile(folder)) if engine == "native" else self._medium,
             buffer_bytes=0,
             queue_depth=8,
             bounces=2,
             chunk_bytes=chunk_bytes,
         )
         if engine == "native":
-            self.store._new_carrier = lambda layout, extent_bytes: NativeFile(  # type: ignore[method-assign]
-                folder, pwrite=self._pwrite
-            )
+            self.store._hooks = (self._pwrite, None)
 
     def _wait(self) -> None:
         self.writes += 1
@@ -67,8 +65,12 @@ class Held:
         return os.pwrite(fd, (ctypes.c_char * nbytes).from_address(address), position)
 
 
-@pytest.fixture(params=["threads", "native"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Held]]:
+@pytest.fixture(params=["threads", "native", "plain"])
+def make(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Held]]:
+    if request.param == "plain":
+        monkeypatch.setattr("multistage.backends.streamed.has_streams", lambda: False)
     if request.param == "native" and "native" not in available_engines():
         pytest.skip("the C core was not built")
     made: list[Held] = []
@@ -188,11 +190,16 @@ RANDOM: dict[str, Callable[[Path], Any]] = {
     "memory": lambda folder: MemoryStore(20 * 8192, buffer_bytes=0, queue_depth=6),
     "native": lambda folder: FileStore(folder, "native", buffer_bytes=0, queue_depth=6),
     "small": lambda folder: MemoryStore(buffer_bytes=6 * 5 * LAYOUT.nbytes),
+    "plain": lambda folder: MemoryStore(20 * 8192, queue_depth=6),
 }
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_random_operations_against_a_dict(name: str, tmp_path: Path) -> None:
+def test_random_operations_against_a_dict(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "plain":
+        monkeypatch.setattr("multistage.backends.streamed.has_streams", lambda: False)
     if name == "native" and "native" not in available_engines():
         pytest.skip("the C core was not built")
     for seed in range(8):

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from multistage.backends import CascadeStore, FileStore, MemoryStore, Store
+from multistage.backends import CascadeStore, CheckpointLost, FileStore, MemoryStore, Store
 from multistage.backends.base import require_distinct
 from multistage.backends.files import available_engines
+from multistage.backends.medium import Ram
+from multistage.backends.streamed import StreamedStore
 from multistage.backends.testing import FaultyStore, check_store
 from multistage.errors import ArgumentError
+from multistage.states.layout import Array, Layout
 
 STORES: dict[str, Callable[[Path], Store]] = {
     "memory": lambda folder: MemoryStore(),
@@ -46,6 +50,9 @@ STORES: dict[str, Callable[[Path], Store]] = {
         CascadeStore(FileStore(folder, "direct", capacity_bytes=11 << 20), MemoryStore()),
     ),
     "wrapped": lambda folder: FaultyStore(MemoryStore(24 << 20)),
+    "plain": lambda folder: MemoryStore(24 << 20),
+    "plain, direct": lambda folder: FileStore(folder, "direct", queue_depth=4),
+    "plain, aiofiles": lambda folder: FileStore(folder, "aiofiles"),
 }
 
 
@@ -58,13 +65,39 @@ STORES: dict[str, Callable[[Path], Store]] = {
         "aiofiles",
         "cascade, bounded",
         "wrapped",
+        "plain",
+        "plain, direct",
     )
 )
 @pytest.mark.parametrize("name", STORES)
-def test_contract(name: str, tmp_path: Path) -> None:
+def test_contract(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name.startswith("plain"):
+        monkeypatch.setattr("multistage.backends.streamed.has_streams", lambda: False)
     if name.startswith("native") and "native" not in available_engines():
         pytest.skip("the C core was not built")
     check_store(lambda: STORES[name](tmp_path))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_bytes_that_were_changed_are_lost(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if plain:
+        monkeypatch.setattr("multistage.backends.streamed.has_streams", lambda: False)
+    state = np.arange(1000.0)
+    store = StreamedStore("flipped", Flipped, buffer_bytes=0)
+    store.open(Layout.of(state))
+    for key in range(2):
+        assert store.put(key, [state], block=True)
+    with pytest.raises(CheckpointLost, match="checksum does not match"):
+        store.get(0)
+    assert store.stats.lost == 1
+    assert store.get(1)[0].tolist() == state.tolist()
+    store.close()
+
+
+class Flipped(Ram):
+    def read(self, slot: int, data: Array) -> None:
+        super().read(slot, data)
+        data[5] ^= not slot
 
 
 def test_a_store_inside_of_another_belongs_to_one_run() -> None:

@@ -322,8 +322,9 @@ def test_the_disk_taken_stays_within_the_capacity(tmp_path: Path) -> None:
     for key in range(5):
         assert store.put(key, [STATE], block=True)
         assert store.wait_written(key)
-        assert isinstance(store._carrier.medium, DirectFile)
-        taken = os.fstat(store._carrier.medium._fd)
+        medium = store._stream._medium
+        assert isinstance(medium, DirectFile)
+        taken = os.fstat(medium.fd)
         assert max(taken.st_size, taken.st_blocks * 512) <= capacity
     store.close()
 
@@ -453,4 +454,4 @@ def test_an_interrupted_close_can_be_repeated(
         with pytest.raises(KeyboardInterrupt):
             store.close()
         store.close()
-    assert store._carrier is None
+    assert store._stream is None

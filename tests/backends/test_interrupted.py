@@ -1,4 +1,4 @@
-"""Ctrl-C at every instruction of a carrier: no wait is left that never ends."""
+"""Ctrl-C at every instruction of a stream: no wait is left that never ends."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from multistage.backends import (
     CompressedStore,
     FileStore,
     MemoryStore,
-    native,
 )
 from multistage.backends.arena import _came_back
-from multistage.backends.extents import Extent, Index
+from multistage.backends.direct import DirectFile
 from multistage.backends.files import available_engines
 from multistage.durable.folder import Folder
 from multistage.durable.headers import Kind, encode
@@ -36,14 +35,7 @@ from multistage.states.layout import Layout
 
 _PACKAGE = Path(multistage.__file__).parent
 
-# Of the store those functions that hand extents to a carrier, or are told of them.
-_STORE = {
-    "traffic.py": {
-        *("poll", "_wait_for", "_wait", "_queue_write", "_wrote", "cancel", "ended"),
-        *("_queue_read", "_landed"),
-    },
-}
-_FILES = {"carrier.py", "lanes.py", "native.py"}
+_FILES = {"streamed.py", "plain.py", "lanes.py"}
 
 
 class CtrlC:
@@ -62,9 +54,7 @@ class CtrlC:
     def _call(self, frame: FrameType, event: str, arg: object) -> Any:
         code = frame.f_code
         file = Path(code.co_filename)
-        if file.parent.name == "backends" and (
-            file.name in _FILES or code.co_name in _STORE.get(file.name, ())
-        ):
+        if file.parent.name == "backends" and file.name in _FILES:
             frame.f_trace_opcodes = True
             return self._instruction
         return None
@@ -93,11 +83,18 @@ STORES: dict[str, Callable[[Path], Any]] = {
     "memory, small": lambda folder: MemoryStore(buffer_bytes=6 * 40 << 10),
     "native, large": lambda folder: FileStore(folder, "native", buffer_bytes=0),
     "native, small": lambda folder: FileStore(folder, "native", buffer_bytes=6 * 40 << 10),
+    "plain": lambda folder: MemoryStore(),
     "cascade": lambda folder: CascadeStore(
         MemoryStore(3 * 8192, buffer_bytes=0), MemoryStore(buffer_bytes=0)
     ),
 }
 _COUNT = 6
+
+
+@pytest.fixture(autouse=True)
+def without_core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "plain" in request.node.name:
+        monkeypatch.setattr("multistage.backends.streamed.has_streams", lambda: False)
 
 
 @pytest.mark.long(but="cascade")
@@ -164,18 +161,19 @@ def test_a_close_that_is_interrupted_stops_the_threads_when_called_again(
     store, state = FileStore(tmp_path, "native"), np.zeros(1 << 18)
     store.open(Layout.of(state))
     assert store.put(0, [state]) and store.put(1, [state])
-    asked = native.native.library
-    times = iter([True])
+    stream = store._stream
+    assert stream is not None
+    library, times = stream._library, iter([True])
 
-    def interrupted() -> Any:
-        if next(times, False):
-            raise KeyboardInterrupt
-        return asked()
+    class Interrupted:
+        def __getattr__(self, name: str) -> Any:
+            if next(times, False):
+                raise KeyboardInterrupt
+            return getattr(library, name)
 
-    monkeypatch.setattr(native.native, "library", interrupted)
+    monkeypatch.setattr(stream, "_library", Interrupted())
     with pytest.raises(KeyboardInterrupt):
         store.close()
-    assert len(tasks() - before) == 4
     store.close()
     signal.setitimer(signal.ITIMER_REAL, 120.0)
     while tasks() - before:  # a thread that was joined is listed for a moment longer
@@ -188,15 +186,15 @@ def test_no_slot_is_given_back_twice(tmp_path: Path, monkeypatch: pytest.MonkeyP
     store = FileStore(tmp_path, "direct", buffer_bytes=0)
     store.open(Layout.of(state))
     assert store.put(0, [state]) and store.wait_written(0)
-    forget = Index.forget
+    free = DirectFile.free
     times = iter([True])
 
-    def interrupted(index: Index, extent: Extent) -> None:
+    def interrupted(medium: DirectFile, slot: int) -> None:
         if next(times, False):
             raise KeyboardInterrupt
-        forget(index, extent)
+        free(medium, slot)
 
-    monkeypatch.setattr(Index, "forget", interrupted)
+    monkeypatch.setattr(DirectFile, "free", interrupted)
     with pytest.raises(KeyboardInterrupt):
         store.drop(0)
     for key in range(1, 5):

@@ -30,7 +30,6 @@ from multistage.backends import (
     Store,
     lifetimes,
 )
-from multistage.backends.carrier import _Threads
 from multistage.backends.lifetimes import Birth, Ending, _endings, end
 from multistage.errors import ArgumentError, StoreError
 from multistage.execute.executor import Executor
@@ -443,24 +442,21 @@ def test_a_store_collected_in_another_thread_is_closed_in_a_new_thread() -> None
     before = threads_of_ours()
     held = [store]
     del store
-    stop = _Threads.stop
+    stream = held[0]._stream
+    assert stream is not None and held[0]._ending is not None
 
-    def noted(self: Any) -> None:
+    def noted() -> None:
         names.append(threading.current_thread().name)
-        stop(self)
+        stream.close()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Threads, "stop", noted)
-        carrier = held[0]._carrier
-        carrier._dropped.forget()
-        carrier._dropped = Ending(carrier, partial(end, carrier._threads.stop, Birth.here()))
-        del carrier
-        other = threading.Thread(target=held.clear)
-        other.start()
-        other.join(60)
-        for thread in threading.enumerate():
-            if thread.name == "multistage-closing":
-                thread.join(60)
+    held[0]._ending.forget()
+    held[0]._ending = Ending(held[0], partial(end, noted, Birth.here()))
+    other = threading.Thread(target=held.clear)
+    other.start()
+    other.join(60)
+    for thread in threading.enumerate():
+        if thread.name == "multistage-closing":
+            thread.join(60)
     assert names == ["multistage-closing"]
     assert len(before) == 2 and threads_of_ours() == []
 

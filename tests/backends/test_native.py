@@ -12,20 +12,19 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 from leaks import descriptors, native_threads
 
 from multistage import native
 from multistage.backends import CheckpointLost, FileStore
+from multistage.backends.arena import pages
+from multistage.backends.direct import DirectFile
 from multistage.backends.files import available_engines
-from multistage.backends.native import NativeFile
 from multistage.backends.streamed import StreamedStore
 from multistage.backends.testing import check_store
 from multistage.errors import CheckpointWarning, StoreError
@@ -56,10 +55,10 @@ def pread(fd: int, address: int, nbytes: int, position: int) -> int:
 def hooked(
     folder: Path, *, write: Hook = pwrite, read: Hook = pread, buffer_bytes: int = 8 << 20
 ) -> StreamedStore:
-    store = StreamedStore("hooked", buffer_bytes=buffer_bytes, bounces=2)
-    store._new_carrier = lambda layout, extent_bytes: NativeFile(  # type: ignore[method-assign]
-        folder, pwrite=write, pread=read
+    store = StreamedStore(
+        "hooked", lambda: DirectFile(folder), buffer_bytes=buffer_bytes, bounces=2
     )
+    store._hooks = (write, read)
     return store
 
 
@@ -74,19 +73,13 @@ def failing(move: Hook, at: int, answer: int) -> Hook:
 
 
 @pytest.mark.parametrize("nbytes", [1, 100, 200, 4096, 32769, 100_003, (4 << 20) + 1])
-def test_the_checksum_is_that_of_the_package(tmp_path: Path, nbytes: int) -> None:
+def test_states_of_any_size_come_back_from_the_disk(tmp_path: Path, nbytes: int) -> None:
     state = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
-    layout = Layout.of(state)
-    record = np.zeros(layout.nbytes, np.uint8)
-    record[:nbytes] = state
     store = FileStore(tmp_path, "native", buffer_bytes=0)
-    store.open(layout)
+    store.open(Layout.of(state))
     try:
         assert store.put(0, [state])
         assert store.wait_written(0)
-        assert store._traffic is not None
-        found = store._traffic.index.find(0)
-        assert found is not None and found[0].checksum == xxhash.xxh3_64_intdigest(record.data)
         assert store.get(0)[0].tobytes() == state.tobytes()
     finally:
         store.close()
@@ -196,35 +189,6 @@ def test_small_states_are_lost_with_their_extent(tmp_path: Path) -> None:
         except CheckpointLost:
             lost.append(key)
     assert lost == list(range(5, 10))
-    store.close()
-
-
-def test_a_write_is_not_forgotten_while_a_read_waits_for_it(tmp_path: Path) -> None:
-    """The read of 1 is told what to find by the write of 1, known to be done by then.
-
-    It comes behind a read that does not end, and state 2 is written meanwhile:
-    were the job of the first write used for that, the read would find the sum
-    of the wrong state.
-    """
-    gate = threading.Event()
-
-    def waiting(fd: int, address: int, nbytes: int, position: int) -> int:
-        gate.wait()
-        return pread(fd, address, nbytes, position)
-
-    store = hooked(tmp_path, read=waiting, buffer_bytes=0)
-    store.open(Layout.of(SMALL))
-    assert store.put(0, [SMALL])
-    assert store.wait_written(0)
-    store.prefetch(0)
-    assert store.put(1, [SMALL + 1])
-    store.prefetch(1)
-    assert store.wait_written(1)
-    assert store.put(2, [SMALL + 2])
-    assert store.wait_written(2)
-    gate.set()
-    for key in range(3):
-        assert store.get(key)[0].tolist() == (SMALL + key).tolist()
     store.close()
 
 
@@ -372,16 +336,6 @@ def test_a_forgotten_store_stops_its_threads(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_size_of_the_structures() -> None:
-    """What ctypes believes is what the compiler made."""
-    assert ctypes.sizeof(native.Job) == 14 * 8
-    assert ctypes.sizeof(native.IoOptions) == 8 * 8
-    library, options = native.library(), native.IoOptions(fd=-1, chunk_bytes=100, n_bounces=1)
-    engine = (ctypes.c_char * library.ms_io_len())()
-    assert library.ms_io_start(ctypes.addressof(engine), ctypes.byref(options)) == errno.EINVAL
-    assert native_threads() == 0
-
-
 def test_a_folder_in_memory_gets_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -405,14 +359,16 @@ def test_a_folder_in_memory_gets_a_warning(
 
 def test_a_store_that_cannot_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
-    for name, value in (("native._CHUNK", 100), ("traffic.pages", _no_memory)):
-        store = FileStore(tmp_path, "native")
+    for chunk_bytes, allocate in ((100, pages), (4 << 20, _no_memory)):
+        store = FileStore(tmp_path, "native", buffer_bytes=0)
+        store._chunk_bytes = chunk_bytes
         with monkeypatch.context() as patch:
-            patch.setattr(f"multistage.backends.{name}", value)
+            patch.setattr("multistage.backends.streamed.pages", allocate)
             with pytest.raises(StoreError, match=r"cannot be used: .*(Invalid|memory)"):
                 store.open(Layout.of(SMALL))
         store.close()
         assert (native_threads(), descriptors()) == (0, before)
+        store._chunk_bytes = 4 << 20
         store.open(Layout.of(SMALL))
         store.close()
 
@@ -437,7 +393,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_a_driver_in_c_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None:
     compiler, folder = shutil.which("cc"), ROOT / "multistage" / "native"
-    sources = [folder / "io.c", folder / "io_bytes.c"]
+    sources = [folder / f"{name}.c" for name in ("io", "io_bytes", "stream", "stream_parts")]
     if compiler is None or not all(source.exists() for source in sources):
         pytest.skip("needs a C compiler and the sources")
     program = tmp_path / "stress"
@@ -446,7 +402,7 @@ def test_a_driver_in_c_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None
     empty = [compiler, *options, "-o", str(program), str(tmp_path / "empty.c")]
     if subprocess.run(empty, capture_output=True).returncode:
         pytest.skip(f"the compiler has no {sanitizer} sanitizer")
-    files = [*map(str, sources), str(Path(__file__).with_name("io_stress.c"))]
+    files = [*map(str, sources), str(Path(__file__).with_name("stream_stress.c"))]
     subprocess.run([compiler, *options, "-o", str(program), *files], check=True)
     # Without a random layout of memory, which not every version of them can bear.
     plain = ["setarch", "-R"] if shutil.which("setarch") else []

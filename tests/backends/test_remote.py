@@ -363,7 +363,7 @@ def test_states_are_recomputed_after_s3_loses_objects(s3: Server, credentials: N
 
     def step(x: Any, i: int) -> Any:
         if i == n - 1:
-            medium = tier._carrier.medium
+            medium = tier._stream._medium
             medium._filesystem.invalidate_cache()
             medium._filesystem.rm(medium._root, recursive=True)
         return np.sin(x) + i

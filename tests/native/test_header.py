@@ -17,8 +17,9 @@ STRUCTURES = {
     "dual_t": native.JointDual,
     "sweep_t": native.SweepCall,
     "piece_t": native.Piece,
-    "job_t": native.Job,
-    "io_options_t": native.IoOptions,
+    "stream_view_t": native.StreamView,
+    "stream_options_t": native.StreamOptions,
+    "stream_record_t": native.StreamRecord,
 }
 FOLDER = Path(native.__file__).parent
 
@@ -32,7 +33,8 @@ def test_every_structure_lies_in_memory_as_the_compiler_has_it(tmp_path):
         for name, made in STRUCTURES.items()
         for field, _ in made._fields_
     ] + [f'printf("{name} sizeof %zu 0\\n", sizeof({name}));' for name in STRUCTURES]
-    code = '#include <stddef.h>\n#include <stdio.h>\n#include "core.h"\nint main(void) {\n'
+    headers = ("<stddef.h>", "<stdio.h>", '"core.h"', '"stream.h"')
+    code = "".join(f"#include {name}\n" for name in headers) + "int main(void) {\n"
     (tmp_path / "main.c").write_text(code + "\n".join(asked) + "\nreturn 0; }")
     command = ["cc", "-std=gnu11", f"-I{FOLDER}", "main.c", "-o", "main"]
     subprocess.run(command, cwd=tmp_path, check=True)

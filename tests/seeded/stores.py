@@ -13,20 +13,24 @@ backends/test_lifetimes.py in backends/streamed.py
 +             self._open(layout)
 
 backends/test_contract.py backends/test_streamed.py
-- before.buffer = None
-+ pass
+- s->held[buffer]->buffer = -1;
++ ;
 
 backends/test_contract.py backends/test_files.py
-- self._taken + nbytes <= self.most_bytes
-+ self._taken <= self.most_bytes
+- r->taken + nbytes > r->most
++ r->taken > r->most
 
-backends/test_files.py backends/test_contract.py
-- if self._verify and found != flight.checksum:
-+ if self._verify and found == 0:
+backends/test_contract.py
+- if self._setup.verify and found != record.checksum:
++ if self._setup.verify and found == 0:
+
+backends/test_native.py backends/test_contract.py
+- && XXH3_64bits_digest(&sum) != chunk.job->sum)
++ && !XXH3_64bits_digest(&sum))
 
 backends/test_streamed.py backends/test_contract.py
-- if flight.behind is not None:
-+ if False:
+- .written = e->state == QUEUED ? &e->write : NULL,
++ .written = NULL,
 
 backends/test_arena.py backends/test_contract.py
 - self._lent[number] = weakref.ref(buffer, back)
@@ -49,8 +53,8 @@ backends/test_contract.py
 + self._run(self._write_at(self.fd, view, 0))
 
 backends/test_contract.py
-- sum=extent.checksum,
-+ sum=0,
+- .sum = e->state == QUEUED ? 0 : e->write.sum};
++ .sum = 0};
 
 backends/test_native.py
 - job->error = error;
@@ -90,20 +94,14 @@ backends/test_cascade.py
 + self._above.move_to_end(place)
 
 backends/test_cancelled.py
-- if extent.cancelled:
--                 raise
-+ if False:
-+                 raise
-
-backends/test_cancelled.py
-- job.cancelled, extent.carried = 0, job
-+ extent.carried = job
+- ms_io_cancel(&e->write);
++ ;
 
 backends/test_cancelled.py
 - (chunk_t){job, NULL, 0, 0, ECANCELED, 1}
 + (chunk_t){job, NULL, 0, 0, 0, 1}
 
 backends/test_cancelled.py
-- self._stats.lost += not given_up
-+ self._stats.lost += 1
+- s->view->lost += !(e->cancelled && e->state == FAILED);
++ s->view->lost++;
 """)

@@ -763,7 +763,7 @@ def test_a_cell_that_raises_gives_the_store_back() -> None:
     gc.collect()
     assert out.loss is not None and known is not None and torch.equal(out.loss, known)
     out.loss.backward()
-    assert store._carrier is not None  # the run that failed did not close it for this one
+    assert store._stream is not None  # the run that failed did not close it for this one
 
 
 def test_double_backward_is_refused() -> None:
