@@ -273,15 +273,9 @@ def scaled(a: Any) -> Any:
     return a * STATE
 
 
-class Method:
-    def __call__(self, a: Any) -> Any:
-        return a * STATE
-
-
-class Property:
-    @property
-    def read(self) -> Any:
-        return STATES["x"]
+def made(**members: Any) -> Any:
+    """Return an object of a class with these members."""
+    return type("Made", (), members)()
 
 
 @dataclass
@@ -309,41 +303,6 @@ class Heir(Shared):
     pass
 
 
-class Static:
-    @staticmethod
-    def read() -> Any:
-        return STATE
-
-
-class OfClass:
-    @classmethod
-    def read(cls) -> Any:
-        return STATES["x"]
-
-
-class Descriptor:
-    def __get__(self, owner: object, kind: type) -> Any:
-        return STATE
-
-
-class Described:
-    found = Descriptor()
-
-    def read(self) -> Any:
-        return self.found
-
-
-class Wrapping:
-    @functools.wraps(len)
-    def read(self) -> Any:
-        return STATE
-
-
-class ByString:
-    def read(self) -> Any:
-        return globals()["STATE"]
-
-
 class Named(NamedTuple):
     own: Any
 
@@ -354,22 +313,19 @@ class Named(NamedTuple):
 VARIABLE: contextvars.ContextVar[Any] = contextvars.ContextVar("VARIABLE")
 
 
-class InContext:
-    def read(self) -> Any:
-        return VARIABLE.get()
-
-
 REACHING: dict[str, Callable[[Any], Any]] = {
     "a class": lambda x: Shared(),
     "a class above": lambda x: Heir(),
     "the class itself": lambda x: Shared,
-    "a static method": lambda x: Static(),
-    "a class method": lambda x: OfClass(),
-    "a descriptor": lambda x: Described(),
-    "a wrapper": lambda x: Wrapping(),
-    "a string": lambda x: ByString(),
+    "a static method": lambda x: made(read=staticmethod(lambda: STATE)),
+    "a class method": lambda x: made(read=classmethod(lambda cls: STATES["x"])),
+    "a descriptor": lambda x: made(
+        found=made(__get__=lambda self, owner, kind: STATE), read=lambda self: self.found
+    ),
+    "a wrapper": lambda x: made(read=functools.wraps(len)(lambda self: STATE)),
+    "a string": lambda x: made(read=lambda self: globals()["STATE"]),
     "a method of a named tuple": lambda x: Named(x.copy()),
-    "a context variable": lambda x: InContext(),
+    "a context variable": lambda x: made(read=lambda self: VARIABLE.get()),
     "a lambda": lambda x: lambda a: a * STATE,
     "a function": lambda x: scaled,
     "a function that calls it": lambda x: lambda a: scaled(a),
@@ -377,8 +333,8 @@ REACHING: dict[str, Callable[[Any], Any]] = {
     "a dict": lambda x: lambda a: a * STATES["x"],
     "an attribute": lambda x: lambda a: a * BOX.x,
     "another module": lambda x: lambda a: a * elsewhere.STATE,
-    "a method": lambda x: Method(),
-    "a property": lambda x: Property(),
+    "a method": lambda x: made(__call__=lambda self, a: a * STATE),
+    "a property": lambda x: made(read=property(lambda self: STATES["x"])),
     "a method of a dataclass": lambda x: Record(x.copy()),
 }
 BOX = Box(None)

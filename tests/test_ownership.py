@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import optree
 import pytest
-from borrowed import borrowed
 from chains import digest as crc
 from chains import with_copies
+from fuzzing.contents import Leaf, lent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -214,8 +214,9 @@ class Rotating:
         return out
 
 
+FOUR = Leaf("f8", (4,))
 LENT: dict[str, Callable[[Any, int], Any]] = {
-    "without a base": lambda memory, k: borrowed(memory, k, 4),
+    "without a base": lambda memory, k: lent(memory.ctypes.data + 8 * k, FOUR),
     "a view": lambda memory, k: memory[k : k + 4],
     "a buffer": lambda memory, k: np.frombuffer(memory, count=4, offset=8 * k),
     "by address": lambda memory, k: np.ctypeslib.as_array(
@@ -224,13 +225,13 @@ LENT: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("lent", LENT)
-def test_arrays_that_borrow_memory_are_copied(lent: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", LENT)
+def test_arrays_that_borrow_memory_are_copied(how: str, tmp_path: Path) -> None:
     def chain() -> Any:
-        return FunctionChain(Rotating(LENT[lent]).step, told)
+        return FunctionChain(Rotating(LENT[how]).step, told)
 
     def within() -> Any:
-        step = Rotating(LENT[lent]).step
+        step = Rotating(LENT[how]).step
         return FunctionChain(lambda s, i: {"x": [step(s["x"][0], i)]}, told)
 
     everywhere(chain, lambda: np.linspace(0, 1, 4), tmp_path)
@@ -242,7 +243,7 @@ def test_a_state_0_that_borrows_memory_is_copied() -> None:
     memory = np.linspace(0, 1, 4)
     executor: Executor[Any, Any] = Executor(FunctionChain(lambda x, i: np.sin(x), told), ())
     expected = oracle(FunctionChain(lambda x, i: np.sin(x), told), memory, 1)
-    executor.forward(revolve_schedule(2, N), borrowed(memory, 0, 4))
+    executor.forward(revolve_schedule(2, N), lent(memory.ctypes.data, FOUR))
     memory[...] = np.nan
     assert executor.reverse(1) == expected
 

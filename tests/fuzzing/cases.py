@@ -83,8 +83,6 @@ PLANNER_NAMES = (
     "stumm-walther",
     "mixed",
 )
-SCHEDULES = ("Revolve", "HRevolve", "DiskRevolve", "PeriodicDiskRevolve", "Multistage", "Mixed")
-SCHEDULES += ("TwoLevel", "SingleMemory", "SingleDisk")
 MUTATIONS = ("delete", "twice", "free early", "swap", "other step")
 TIERS = (
     "memory:?buffers=0",
@@ -272,8 +270,6 @@ def _planner(source: random.Random) -> str:
         return "auto"
     if source.random() < 0.7:
         return source.choice(PLANNER_NAMES)
-    if source.random() < 0.4:
-        return f"their:{source.choice(SCHEDULES)}"
     name = source.choice(("auto", *PLANNER_NAMES))
     return f"{source.choice(('plan', 'call'))}:{name}"
 
@@ -399,10 +395,6 @@ def _settled(source: random.Random, one: Case) -> Case:
     if one.until and "until" not in changes:
         changes["planner"] = "auto"
         changes["mutation"] = ("", 0.0)
-    if one.planner.startswith("their:") and len(one.tiers) != 1:
-        changes["tiers"] = ("memory:?buffers=0",)
-        if one.play == "durable":
-            changes |= {"tiers": (), "planner": "auto"}
     if not one.tiers and "tiers" not in changes and one.costs in ("no tier",):
         changes["costs"] = "right"
     if one.costs == "states are tapes" and tape:

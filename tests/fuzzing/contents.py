@@ -118,8 +118,19 @@ _NEW_ARRAY = _new_array()
 _UBYTE, _CARRAY = 2, 0x501  # NPY_UBYTE; C-contiguous, aligned, writeable
 
 
+def lent(address: int, leaf: Leaf) -> Array:
+    """Return an array over memory at an address, of which it has no base and owns nothing."""
+    flat = (ctypes.c_ssize_t * 1)(leaf.nbytes)
+    array = _NEW_ARRAY(np.ndarray, 1, flat, _UBYTE, None, address, 1, _CARRAY, None)
+    with warnings.catch_warnings():  # a view would have a base: the array itself is changed
+        warnings.simplefilter("ignore", DeprecationWarning)
+        array.dtype, array.shape = DTYPES[leaf.dtype], leaf.shape
+    assert array.base is None and not array.flags.owndata
+    return array  # type: ignore[no-any-return]
+
+
 class Lender:
-    """Memory that arrays borrow without saying so: they have no base and own nothing."""
+    """Memory that arrays borrow without saying so."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = ctypes.create_string_buffer(max(1, nbytes) + 64)
@@ -130,10 +141,4 @@ class Lender:
         """Return an array over this memory, or one of its own if it has no shape to lend."""
         if not leaf.nbytes or not leaf.shape:
             return np.empty(leaf.shape, DTYPES[leaf.dtype])
-        flat = (ctypes.c_ssize_t * 1)(leaf.nbytes)
-        array = _NEW_ARRAY(np.ndarray, 1, flat, _UBYTE, None, self._address, 1, _CARRAY, None)
-        with warnings.catch_warnings():  # a view would have a base: the array itself is changed
-            warnings.simplefilter("ignore", DeprecationWarning)
-            array.dtype, array.shape = DTYPES[leaf.dtype], leaf.shape
-        assert array.base is None and not array.flags.owndata
-        return array  # type: ignore[no-any-return]
+        return lent(self._address, leaf)

@@ -125,10 +125,9 @@ def _revolver(play: Any, fields: Fields) -> Any:
     options: dict[str, Any] = {}
     how = case.seed % 4
     if how:  # else as pyrevolve's users write it
-        kind, _, name = case.planner.rpartition(":")
+        name = case.planner.rpartition(":")[2]
         options["memory"] = f"{slots} slots"
-        if kind != "their":
-            options["planner"] = name
+        options["planner"] = name
         if case.tiers:
             options["tiers"] = planned.tiers(case, play.folder)
         if case.seed % 5:  # else measured

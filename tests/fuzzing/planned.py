@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import checkpoint_schedules as theirs
-
 from multistage import PLANNERS, Budget, Costs, Plan, Tier, plan
 from multistage.actions import (
     Advance,
@@ -25,7 +23,6 @@ from multistage.actions import (
     Schedule,
     Tape,
 )
-from multistage.interop.checkpoint_schedules import as_planner
 from multistage.model.costs import NOT_KEPT
 
 from .cases import Case
@@ -111,8 +108,6 @@ def planner(case: Case, n: int) -> Any:
     kind, _, name = case.planner.rpartition(":")
     if kind == "":
         return name
-    if kind == "their":
-        return as_planner(lambda: _their(name, case, n))
     if kind == "plan":
         given = costs(case)
         if given is None or case.until:
@@ -127,30 +122,6 @@ def planner(case: Case, n: int) -> Any:
         return replace(made, make=_mutant(case.mutation, made.make)) if case.mutation[0] else made
 
     return called
-
-
-def _their(name: str, case: Case, n: int) -> Any:
-    slots = max(1, min(case.slots, n - 1))
-    if n == 1 and name.endswith("Revolve"):
-        name = "SingleMemory"  # HRevolve and its kin raise IndexError there
-    match name:
-        case "Revolve":
-            return theirs.Revolve(n, slots)
-        case "HRevolve":
-            return theirs.HRevolve(n, slots, n)
-        case "DiskRevolve":
-            return theirs.DiskRevolve(n, slots)
-        case "PeriodicDiskRevolve":
-            return theirs.PeriodicDiskRevolve(n, slots)
-        case "Multistage":
-            return theirs.MultistageCheckpointSchedule(n, slots, n)
-        case "Mixed":
-            return theirs.MixedCheckpointSchedule(n, max(slots, 1), storage=theirs.StorageType.RAM)
-        case "TwoLevel":
-            return theirs.TwoLevelCheckpointSchedule(max(1, n // 3), slots)
-        case "SingleMemory":
-            return theirs.SingleMemoryStorageSchedule()
-    return theirs.SingleDiskStorageSchedule(move_data=bool(case.seed % 2))
 
 
 def _mutant(mutation: tuple[str, float], make: Callable[[], Schedule]) -> Callable[[], Schedule]:

@@ -92,6 +92,5 @@ def recorded(watch: Watch) -> Iterator[None]:
             f"warning {each.category.__name__}: {each.message}"
             for each in seen
             if not issubclass(each.category, CheckpointWarning)
-            and "checkpoint_schedules" not in each.filename
         }
     )

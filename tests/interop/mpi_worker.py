@@ -111,16 +111,6 @@ def gradients(comm: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
-def disagree(comm: Any, folder: Path) -> str:
-    wave = Wave(comm)
-    return error_of(lambda: MPIReversal(wave.step, wave.adjoint_step, N + comm.Get_rank()))
-
-
-def scratch(comm: Any, folder: Path) -> str:
-    wave, where = Wave(comm), folder / "missing" if comm.Get_rank() == 1 else folder
-    return error_of(lambda: MPIReversal(wave.step, wave.adjoint_step, N, tiers=f"file:{where}"))
-
-
 def error_of(work: Callable[[], object]) -> str:
     try:
         work()
@@ -239,26 +229,6 @@ def unknown(comm: Any, folder: Path) -> list[Any]:
     return [said, gradients]
 
 
-def out_of_order(comm: Any, folder: Path) -> list[str]:
-    """One rank reverses first; one closes while the others run; then all is well again."""
-    wave, rank, said = Wave(comm), comm.Get_rank(), []
-    tier = f"file:{folder}"
-
-    def made() -> Any:
-        return MPIReversal(wave.step, wave.adjoint_step, N, memory="6 slots", tiers=tier)
-
-    run = made()
-    said.append(error_of(lambda: run.reverse(wave.seed)))  # all of them: nothing to reverse
-    calls = [lambda: run.forward(wave.start), lambda: run.reverse(wave.seed)]
-    said.append(error_of(calls[rank == 1]))
-    run = made()
-    said.append(error_of(run.close if rank == 1 else lambda: run.forward(wave.start)))
-    with made() as run:
-        run.forward(wave.start)
-        run.reverse(wave.seed)
-    return said
-
-
 def main(case: str, parent: str) -> None:
     from mpi4py import MPI
 
@@ -267,10 +237,7 @@ def main(case: str, parent: str) -> None:
     folder.mkdir()
     cases: dict[str, Callable[[Any, Path], object]] = {
         "gradients": gradients,
-        "disagree": disagree,
-        "scratch": scratch,
         "fails": fails,
-        "out of order": out_of_order,
         "dropin": dropin,
         "unknown": unknown,
     }

@@ -118,26 +118,6 @@ def test_the_dropin_must_know_which_ranks_share_the_steps(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_ranks_that_disagree(tmp_path: Path) -> None:
-    said = "ArgumentError: ranks disagree on n_steps: 60 on rank 0, 61 on rank 1; give every"
-    assert all(error.startswith(said) for error in results(3, "disagree", tmp_path))
-
-
-@pytest.mark.long
-def test_a_rank_without_scratch(tmp_path: Path) -> None:
-    said = f"StoreError: rank 1: folder '{tmp_path}/1/missing' cannot hold checkpoints"
-    assert all(error.startswith(said) for error in results(3, "scratch", tmp_path))
-
-
-@pytest.mark.long
-def test_calls_out_of_order_are_an_error_on_every_rank(tmp_path: Path) -> None:
-    for alone, mixed, closed in results(3, "out of order", tmp_path):
-        assert alone.startswith("ArgumentError: rank 0 (and 2 more): reverse() needs a forward()")
-        assert mixed.startswith("ArgumentError: rank 0 calls forward() and rank 1 reverse(); call")
-        assert closed.startswith("ArgumentError: rank 0 calls forward() and rank 1 close(); call")
-
-
-@pytest.mark.long
 def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
     done = launch(3, HERE / "mpi_worker.py", "fails", tmp_path)
     assert done.returncode != 0

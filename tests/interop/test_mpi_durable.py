@@ -360,27 +360,6 @@ def test_status_and_clean_take_all_ranks(
     assert seen(folder) == {"rank-0001/thesis.tex": b"..."}
 
 
-def test_later_sweeps_of_one_program_start_again(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-
-    def work(comm: Comm) -> Any:
-        wave = Wave(comm)
-        with MPIReversal(
-            wave.step, wave.adjoint_step, N, comm=comm, durable=folder, costs=COSTS
-        ) as run:
-            found = []
-            for _ in range(2):
-                run.forward(wave.start)
-                found.append(run.reverse(wave.seed))
-        return found, wave.steps
-
-    found = succeed(run_ranks(2, work))
-    for sweep in range(2):
-        assert whole([one[sweep] for one, _ in found]).tobytes() == store_all(N).tobytes()
-    assert min(steps for _, steps in found) >= 2 * N
-    assert not folder.exists()
-
-
 def test_states_of_another_layout_begin_another_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
 

@@ -86,23 +86,23 @@ torch/test_helpers.py
 - .mul_(_FACTOR).bitwise_or_(1)
 + .mul_(_FACTOR).mul_(2)
 
-torch/test_helpers.py in torch/tensors/geometry.py
+torch/test_offload_exact.py torch/test_offload.py in torch/tensors/geometry.py
 -         if self.conj:
 -
 +         if False:
 +
 
-torch/test_helpers.py in torch/tensors/geometry.py
+torch/test_offload_exact.py torch/test_offload.py in torch/tensors/geometry.py
 - return torch._neg_view(tensor) if self.neg else tensor
 + return tensor
 
-torch/test_helpers.py
+torch/test_profiling.py
 - _freed(self, reference: _Reference) -> None:
 -         self._live -= reference.nbytes
 + _freed(self, reference: _Reference) -> None:
 +         pass
 
-torch/test_helpers.py
+torch/test_unroll.py torch/test_cells.py
 -             if isinstance(part, Tensor) and part._version != version:
 -                 raise StateError
 +             if False:
@@ -116,11 +116,11 @@ torch/test_helpers.py
 - first = leaf if self._graph else leaf.clone()
 + first = leaf
 
-torch/test_helpers.py
+torch/test_cells.py torch/test_unroll.py
 -             if len(places) > 1:
 +             if False:
 
-torch/test_helpers.py
+torch/test_review.py
 -                 put_back(tensor, value, version)
 +                 pass
 
@@ -172,7 +172,7 @@ torch/test_tiers.py
 - if sends(best[1]) and best[1].makespan_s <= PAYS * plan.makespan_s:
 + if sends(best[1]):
 
-torch/test_helpers.py
+torch/test_cell_weights.py torch/test_environment.py
 -                     self.owner.clear()  # the order counts, of parameters above all
 +                     pass
 

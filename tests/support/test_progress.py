@@ -118,22 +118,6 @@ def test_bars_over_both_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threading.active_count() == threads
 
 
-def test_nothing_is_drawn_in_logs(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(progress, "_DELAY_S", 0.0)
-    run: Reversal[Any, Any] = Reversal(
-        CHAINS["nested"][0](), n_steps=33, memory="5 slots", tiers="memory:"
-    )
-    with run:
-        run.forward(CHAINS["nested"][1]())
-        assert run._sweeps.executor is not None
-        assert run._sweeps.executor._progress is None  # a bar that is off costs nothing
-        assert run._sweeps.executor._chain is run._sweeps.given.chain
-        run.reverse(1)
-    plan(Costs(1.0, 2.0, tiers=(Tier("t", 1.0, 1.0),)), "5 slots", 50)
-    assert capsys.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize("chain", CHAINS)
 def test_long_runs_go_in_pieces(chain: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One action may be hours: the bar moves within it, and the gradient is the same."""

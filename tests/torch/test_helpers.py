@@ -26,10 +26,7 @@ from multistage.torch.environment.scope import Place, Scope
 from multistage.torch.environment.states import refuse_shared
 from multistage.torch.sequences.costs import KindCost, Steps
 from multistage.torch.tensors.checksums import checksum, fingerprint
-from multistage.torch.tensors.geometry import Geometry, whole
 from multistage.torch.tensors.graphs import graph_begins, leaves_below
-from multistage.torch.tensors.meter import Meter
-from multistage.torch.tensors.states import TensorState
 from multistage.torch.tiers.groups import Origin, TensorGroup
 from multistage.torch.tiers.lane import TierLane
 from multistage.torch.tiers.paging import Pager
@@ -63,31 +60,6 @@ def test_a_fingerprint_sees_every_bit_and_the_order_of_words(
     assert fingerprint(words.flip(0)) != before == fingerprint(words.clone())
     words[place] ^= -(1 << 63) if bit == 63 else 1 << bit
     assert fingerprint(words) != before
-
-
-def test_a_tensor_on_other_memory_is_read_as_before() -> None:
-    base = torch.randn(4, 3, dtype=torch.complex64)
-    for tensor in (base, base.t()[1:], base.conj(), base.conj().imag, base[:, 1]):
-        copy = whole(tensor.untyped_storage()).clone()
-        again = Geometry.of(tensor).on(copy, 0)
-        assert torch.equal(again, tensor) and again.stride() == tensor.stride()
-        assert (again.is_conj(), again.is_neg()) == (tensor.is_conj(), tensor.is_neg())
-
-
-def test_a_meter_counts_live_tensors() -> None:
-    with Meter(CPU) as meter:
-        kept = torch.ones(100)
-        for _ in range(3):
-            torch.ones(1000)
-    assert (meter.live_bytes(), meter.peak_bytes) == (kept.nbytes, 4400)
-
-
-def test_a_state_that_was_written_to_is_refused() -> None:
-    state = TensorState([torch.zeros(2), torch.zeros(2)])
-    assert len(state.checked()) == 2
-    state.tensors[1].add_(1)
-    with pytest.raises(StateError, match="modified by an inplace operation"):
-        state.checked()
 
 
 def test_a_graph_from_before_the_cell_is_refused() -> None:
