@@ -66,11 +66,7 @@ class Held:
 
 
 @pytest.fixture(params=["threads", "native", "plain"])
-def make(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Held]]:
-    if request.param == "plain":
-        monkeypatch.setattr("multistage.backends.streamed.has_streams", lambda: False)
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Held]]:
     if request.param == "native" and "native" not in available_engines():
         pytest.skip("the C core was not built")
     made: list[Held] = []
@@ -195,11 +191,7 @@ RANDOM: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_random_operations_against_a_dict(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if name == "plain":
-        monkeypatch.setattr("multistage.backends.streamed.has_streams", lambda: False)
+def test_random_operations_against_a_dict(name: str, tmp_path: Path) -> None:
     if name == "native" and "native" not in available_engines():
         pytest.skip("the C core was not built")
     for seed in range(8):

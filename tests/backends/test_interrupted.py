@@ -91,12 +91,6 @@ STORES: dict[str, Callable[[Path], Any]] = {
 _COUNT = 6
 
 
-@pytest.fixture(autouse=True)
-def without_core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "plain" in request.node.name:
-        monkeypatch.setattr("multistage.backends.streamed.has_streams", lambda: False)
-
-
 @pytest.mark.long(but="cascade")
 @pytest.mark.parametrize("name", STORES)
 def test_no_wait_is_left_that_never_ends(name: str, tmp_path: Path) -> None:

@@ -83,13 +83,9 @@ class PlainGate(Gate):
 
 
 @pytest.fixture(params=[Gate, NativeGate, PlainGate])
-def gates(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Gates]:
-    if request.param is PlainGate:
-        if request.function is test_small_states_fill_the_buffers:
-            pytest.skip("no state shares an extent there")
-        monkeypatch.setattr("multistage.backends.streamed.has_streams", lambda: False)
+def gates(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Gates]:
+    if request.param is PlainGate and request.function is test_small_states_fill_the_buffers:
+        pytest.skip("no state shares an extent there")
     if request.param is NativeGate and "native" not in available_engines():
         pytest.skip("the C core was not built")
     gates = Gates(request.param, tmp_path)
