@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias, cast
+from typing import TypeAlias, TypedDict, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ..errors import OPTIONS, ArgumentError, redacted
@@ -214,11 +214,12 @@ def _cascade(tier: str) -> CascadeStore:
 
 def _store(tier: str) -> StreamedStore:
     url = TierUrl(tier)
-    options = _Options(
-        url.size("capacity"),
-        _given(url.size("buffers"), (64 if url.scheme in _REMOTE else 8) << 20),
-        _given(url.number("queue"), 2),
-    )
+    capacity, buffers, queue = url.size("capacity"), url.size("buffers"), url.number("queue")
+    options: _Options = {
+        "capacity_bytes": capacity,
+        "buffer_bytes": (64 if url.scheme in _REMOTE else 8) << 20 if buffers is None else buffers,
+        "queue_depth": 2 if queue is None else queue,
+    }
     if url.scheme == "pinned":
         raise ArgumentError(
             f"tier {url.shown} is for PyTorch alone: unroll() and offload() of multistage.torch "
@@ -243,16 +244,12 @@ def _store(tier: str) -> StreamedStore:
     return CompressedStore(store, compress, tolerance=bound)  # type: ignore[arg-type]
 
 
-class _Options(NamedTuple):
+class _Options(TypedDict):
     """What every tier takes."""
 
     capacity_bytes: int | None
     buffer_bytes: int
     queue_depth: int
-
-
-def _given(value: int | None, default: int) -> int:
-    return default if value is None else value
 
 
 def _file(url: TierUrl, options: _Options) -> FileStore:
@@ -263,34 +260,24 @@ def _file(url: TierUrl, options: _Options) -> FileStore:
     return FileStore(
         os.path.expanduser(folder) if url.path.startswith("~") else folder,  # noqa: PTH111 - a str
         "auto" if engine is None else engine,  # type: ignore[arg-type]
-        capacity_bytes=options.capacity_bytes,
-        buffer_bytes=options.buffer_bytes,
-        queue_depth=options.queue_depth,
+        **options,
     )
 
 
 def _memory(url: TierUrl, options: _Options) -> MemoryStore:
     if url.host:
         raise ArgumentError(f"tier {url.shown} must be written as in memory:{url.host}")
-    capacity_bytes = options.capacity_bytes
     if size := url.path.strip("/"):
-        if capacity_bytes is not None:
+        if options["capacity_bytes"] is not None:
             raise ArgumentError(f"tier {url.shown} gives its capacity twice; keep one")
-        capacity_bytes = parse_bytes(size, "capacity")
-    return MemoryStore(
-        capacity_bytes, buffer_bytes=options.buffer_bytes, queue_depth=options.queue_depth
-    )
+        options["capacity_bytes"] = parse_bytes(size, "capacity")
+    return MemoryStore(**options)
 
 
 def _numa(url: TierUrl, options: _Options) -> NumaStore:
     if not url.path.isdecimal():
         raise ArgumentError(f"tier {url.shown} must name a node, as in numa:1")
-    return NumaStore(
-        int(url.path),
-        options.capacity_bytes,
-        buffer_bytes=options.buffer_bytes,
-        queue_depth=options.queue_depth,
-    )
+    return NumaStore(int(url.path), **options)
 
 
 def _remote(url: TierUrl, options: _Options) -> RemoteStore:
@@ -302,9 +289,7 @@ def _remote(url: TierUrl, options: _Options) -> RemoteStore:
     return RemoteStore(
         place,
         options=None if endpoint is None else {"endpoint_url": endpoint},
-        capacity_bytes=options.capacity_bytes,
-        buffer_bytes=options.buffer_bytes,
-        queue_depth=options.queue_depth,
+        **options,
         connections=connections,
     )
 

@@ -34,7 +34,7 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from itertools import chain
@@ -197,11 +197,6 @@ class RunFacts:
             return "it began from another state 0"
         return None
 
-    def texts(self) -> Iterator[str]:
-        """Yield every text, those of all leaves included."""
-        yield from (self.structure, self.start, self.label, self.package)
-        yield from chain.from_iterable(self.leaves)
-
 
 def _length(n_steps: int | None) -> str:
     return "an unknown number of steps (until=)" if n_steps is None else f"n_steps={n_steps}"
@@ -250,7 +245,8 @@ def parse_run(header: Header) -> tuple[RunFacts, Costs | None]:
         ]
         if not all(type(n) is int and 0 < n < 2**62 for n in numbers):
             raise ValueError("a number is out of range")
-        if not all(type(text) is str for text in facts.texts()):
+        texts = (facts.structure, facts.start, facts.label, facts.package)
+        if not all(type(text) is str for text in chain(texts, *leaves)):
             raise ValueError("a text is none")
         costs = data["costs"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import operator
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Sequence
@@ -185,7 +186,7 @@ class DurableStore(BaseStore):
             self._rooms = [pages(count * size)[: count * size] for _ in (*self._rooms, None)]
         self._full = self._full_warned = False  # whether a write has found the disk full
         self._writer = Lane("multistage-durable-writer")
-        self._writer.start(_do)
+        self._writer.start(operator.call)
         self._pool = landing_pool(size)
         self._reader = Lane("multistage-durable-reader")
         self._reader.start(self._read)
@@ -510,7 +511,3 @@ def _per_batch(layout: OrderedLayout) -> int:
     """Return how many states share a file, 1 for large ones."""
     count = _BATCH_BYTES // layout.record_bytes
     return min(count, 1 << 14) if count >= _SMALL else 1
-
-
-def _do(job: Callable[[], None]) -> None:
-    job()
