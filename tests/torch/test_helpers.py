@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
@@ -21,8 +19,6 @@ from multistage.errors import ArgumentError, StateError
 from multistage.model.stages import Stage
 from multistage.states.layout import Layout
 from multistage.support.waiting import Latch
-from multistage.torch.environment.captured import Snapshot
-from multistage.torch.environment.scope import Place, Scope
 from multistage.torch.environment.states import refuse_shared
 from multistage.torch.sequences.costs import KindCost, Steps
 from multistage.torch.tensors.checksums import checksum, fingerprint
@@ -84,28 +80,6 @@ def test_sums_of_gradients_are_there_while_other_steps_of_a_chunk_are_reversed()
 
 
 # --------------------------------------------------------------- environment
-
-
-def test_a_snapshot_puts_generators_and_buffers_back() -> None:
-    norm = nn.BatchNorm1d(3)
-    snapshot = Snapshot(Scope([norm]), ())
-    drawn = random.random(), np.random.random(), torch.rand(2)
-    before = {key: value.clone() for key, value in norm.state_dict().items()}
-    norm(torch.randn(4, 3))
-    assert norm.num_batches_tracked == 1
-    snapshot.restore()
-    assert (random.random(), np.random.random()) == drawn[:2]
-    assert torch.equal(torch.rand(2), drawn[2])
-    assert all(torch.equal(value, before[key]) for key, value in norm.state_dict().items())
-
-
-def test_entries_that_are_put_back_have_the_order_they_had() -> None:
-    owner = {"weight": 1, "bias": 2}
-    place = Place(owner, "parameter '", "'")
-    before = place.read()
-    owner["weight"] = owner.pop("weight") + 1  # behind the other
-    place.put_back(before)
-    assert list(owner.items()) == [("weight", 1), ("bias", 2)]
 
 
 def test_views_of_one_another_cannot_be_copied_where_one_wants_a_gradient() -> None:

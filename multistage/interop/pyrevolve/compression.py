@@ -52,18 +52,13 @@ class CompressedObject:
     chunks: tuple[int, ...] = ()
 
 
-def no_compression_in(params: Params, array: Array) -> CompressedObject:
-    """Return an array's bytes as they are."""
-    return CompressedObject(memoryview(array.tobytes()), array.shape, array.dtype)
-
-
-def no_compression_out(params: Params, compressed: CompressedObject) -> Array:
-    """Return the array of bytes that were not compressed."""
-    return np.frombuffer(compressed.data, compressed.dtype).reshape(compressed.shape)
-
-
-def blosc_compress(params: Params, array: Array) -> CompressedObject:
-    """Return an array compressed by Blosc, in chunks."""
+def _compressed(scheme: str | None, params: Params, array: Array) -> CompressedObject:
+    """Return an array compressed by a scheme: by Blosc in chunks, by zfp within its tolerance."""
+    if scheme == "zfp":
+        known = {name: params[name] for name in _LOSSES if name in params}
+        return CompressedObject(codecs.zfp(array, **known), array.shape, array.dtype)
+    if scheme is None:
+        return CompressedObject(memoryview(array.tobytes()), array.shape, array.dtype)
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     chunk_bytes: Any = params["chunk_size"]
     chunks = codecs.blosc(raw, array.dtype.itemsize, int(chunk_bytes))
@@ -71,33 +66,22 @@ def blosc_compress(params: Params, array: Array) -> CompressedObject:
     return CompressedObject(b"".join(chunks), array.shape, array.dtype, lengths)
 
 
-def blosc_decompress(params: Params, compressed: CompressedObject) -> Array:
-    """Return the array that Blosc compressed."""
-    ends = np.cumsum([0, *compressed.chunks]).tolist()
-    chunks = (compressed.data[start:stop] for start, stop in pairwise(ends))
-    return np.frombuffer(codecs.unblosc(chunks), compressed.dtype).reshape(compressed.shape)
-
-
-def zfp_compress(params: Params, array: Array) -> CompressedObject:
-    """Return an array compressed by zfp, within the tolerance given."""
-    known = {name: params[name] for name in _LOSSES if name in params}
-    return CompressedObject(codecs.zfp(array, **known), array.shape, array.dtype)
-
-
-def zfp_decompress(params: Params, compressed: CompressedObject) -> Array:
-    """Return the array that zfp compressed."""
-    return codecs.unzfp(compressed.data)
+def _restored(scheme: str | None, params: Params, compressed: CompressedObject) -> Array:
+    """Return the array that a scheme compressed."""
+    if scheme == "zfp":
+        return codecs.unzfp(compressed.data)
+    data = compressed.data
+    if scheme == "blosc":
+        ends = np.cumsum([0, *compressed.chunks]).tolist()
+        data = codecs.unblosc(data[start:stop] for start, stop in pairwise(ends))
+    return np.frombuffer(data, compressed.dtype).reshape(compressed.shape)
 
 
 compressors: dict[str | None, Callable[[Params, Array], CompressedObject]] = {
-    None: no_compression_in,
-    "blosc": blosc_compress,
-    "zfp": zfp_compress,
+    scheme: partial(_compressed, scheme) for scheme in _KNOWN
 }
 decompressors: dict[str | None, Callable[[Params, CompressedObject], Array]] = {
-    None: no_compression_out,
-    "blosc": blosc_decompress,
-    "zfp": zfp_decompress,
+    scheme: partial(_restored, scheme) for scheme in _KNOWN
 }
 compressors_available: list[str | None] = [
     None,
