@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import operator
 from array import array
 from collections import deque
 from collections.abc import Callable, Container, Sequence
@@ -186,7 +185,7 @@ class DurableStore(BaseStore):
             self._rooms = [pages(count * size)[: count * size] for _ in (*self._rooms, None)]
         self._full = self._full_warned = False  # whether a write has found the disk full
         self._writer = Lane("multistage-durable-writer")
-        self._writer.start(operator.call)
+        self._writer.start(lambda job: job())
         self._pool = landing_pool(size)
         self._reader = Lane("multistage-durable-reader")
         self._reader.start(self._read)
