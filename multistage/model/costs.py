@@ -23,8 +23,7 @@ class CostModel:
     """What a computation costs, in seconds and bytes; a value that goes to JSON and back.
 
     `Costs` are those of steps that are alike: numbers.  `StageCosts` are those of stages that
-    differ: a `Stage` each.  `StageCosts.of` makes stages of steps that are alike,
-    `StageCosts.mean` numbers of stages.
+    differ: a `Stage` each.
     """
 
     __slots__ = ()

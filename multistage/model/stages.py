@@ -27,7 +27,7 @@ here                     there
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
 from tabulate import tabulate
@@ -151,41 +151,6 @@ class StageCosts(CostModel):
         """
         return cls((stage,) * whole(count, "count", 1, _MOST_STAGES), input_bytes)
 
-    @classmethod
-    def of(cls, costs: Costs, n_steps: int) -> Self:
-        """Return `n_steps` steps that are alike as stages; tiers are passed separately.
-
-        Memory then counts bytes: a tape includes the state that its step makes.  A step that
-        takes longer when it keeps its tape is charged for that at its adjoint.
-
-        Raises
-        ------
-        ArgumentError
-            For more than 2^24 steps, or if only the latest tape exists (`NOT_KEPT`).
-
-        Examples
-        --------
-        >>> costs = StageCosts.of(Costs(1.0, 2.0, 1.5, state_bytes=10, tape_bytes=25), 3)
-        >>> costs[2].backward_s, costs[2].tape_bytes, len(costs), costs.is_uniform
-        (2.5, 35, 3, True)
-        """
-        if costs.one_tape:
-            raise ArgumentError(
-                "tape_bytes=NOT_KEPT: tapes that are never kept have no size; plan these steps by "
-                "plan(...), whose planners know it"
-            )
-        tape_bytes = 0 if costs.state_is_tape else costs.tape_bytes or costs.state_bytes
-        stage = Stage(
-            "step",
-            costs.forward_step_s,
-            max(0.0, costs.reverse_step_s + costs.taping_s - costs.forward_step_s),
-            costs.state_bytes,
-            costs.state_bytes + tape_bytes,
-            gradient_bytes=0,
-            spared_s=costs.forward_step_s if costs.state_is_tape else 0.0,
-        )
-        return cls.uniform(n_steps, stage, costs.state_bytes)
-
     def mean(self, tiers: tuple[Tier, ...] = ()) -> Costs:
         """Return the means over the stages, as costs of steps that are alike.
 
@@ -204,23 +169,10 @@ class StageCosts(CostModel):
             tiers=tiers,
         )
 
-    def __len__(self) -> int:
-        return len(self.stages)
-
-    def __getitem__(self, step: int) -> Stage:
-        return self.stages[step]
-
     @property
     def largest_state_bytes(self) -> int:
         """The bytes of the largest state that may be kept: any but the last."""
         return max(1, self.input_bytes, *(stage.output_bytes for stage in self.stages[:-1]))
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all stages, and their input, take the same."""
-        first = self.stages[0]
-        same = (replace(stage, name=first.name) == first for stage in self.stages)
-        return self.input_bytes == first.output_bytes and all(same)
 
     def to_dict(self) -> dict[str, object]:
         """Return the costs as plain data, with their format; read back by `from_dict`."""

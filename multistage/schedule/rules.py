@@ -213,8 +213,9 @@ def byte_rules(
     if memory_bytes is not None:
         memory_bytes = whole(memory_bytes, "memory_bytes")
     limits = _capacities("tier_bytes", tier_bytes, "bytes")
-    if n_steps not in (None, len(costs)):
-        raise ArgumentError(f"n_steps={n_steps} but the costs have {len(costs)} stages")
+    stages = len(costs.stages)
+    if n_steps not in (None, stages):
+        raise ArgumentError(f"n_steps={n_steps} but the costs have {stages} stages")
     return Rules.in_bytes(costs, memory_bytes, limits)
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multistage import PLANNERS, Costs, Tier, simulate
+from multistage.actions import Action, Tape
 from multistage.errors import ArgumentError
-from multistage.model.costs import NOT_KEPT
 from multistage.model.stages import Stage, StageCosts
 
 
@@ -73,6 +73,21 @@ def test_files(tmp_path: Path) -> None:
         StageCosts.load(tmp_path / "none.json")
 
 
+def in_stages(costs: Costs, n_steps: int) -> StageCosts:
+    """Return the stages that take what equal steps do; a tape includes the state behind it."""
+    tape_bytes = 0 if costs.state_is_tape else costs.tape_bytes or costs.state_bytes
+    stage = Stage(
+        "step",
+        costs.forward_step_s,
+        max(0.0, costs.reverse_step_s + costs.taping_s - costs.forward_step_s),
+        costs.state_bytes,
+        costs.state_bytes + tape_bytes,
+        gradient_bytes=0,
+        spared_s=costs.forward_step_s if costs.state_is_tape else 0.0,
+    )
+    return StageCosts.uniform(n_steps, stage, costs.state_bytes)
+
+
 @settings(deadline=None)
 @given(
     st.sampled_from(["store-all", "revolve", "periodic", "h-revolve", "disk-revolve"]),
@@ -92,28 +107,26 @@ def test_steps_that_are_alike_are_the_constant_case(
         made = PLANNERS[planner](costs, 13, n)
     except ArgumentError:  # too little memory
         return
-    alike = made.simulate()
-    stages = StageCosts.of(costs, n)
-    assert stages.is_uniform and len(stages) == n
+    actions: list[Action] = []
+    alike = made.simulate(timed=lambda action, *_: actions.append(action))
+    stages = in_stages(costs, n)
     each = simulate(made.schedule(), n, stages, tiers=tiers)
     assert each.makespan_s == pytest.approx(alike.makespan_s)
-    assert (each.forward_steps, each.writes) == (alike.forward_steps, alike.writes)
+    # A step that its `Reverse` tapes is a run of a stage.
+    turns = n - sum(isinstance(action, Tape) for action in actions)
+    assert (each.forward_steps - turns, each.writes) == (alike.forward_steps, alike.writes)
     # Beside the slots: state 0, the live state, one working tape; and what a held tape includes.
     held = n if tape_step_s is not None and planner in ("store-all", "periodic") else 1
     assert each.peak_bytes <= alike.peak_bytes + (3 + held) * size
 
 
-def test_costs_of_equal_steps_are_the_mean_of_their_stages() -> None:
+def test_the_mean_of_equal_stages_is_the_cost_of_a_step() -> None:
     costs = Costs(2.0, 3.0, state_bytes=10, tiers=(Tier("disk", 4.0, 4.0),))
-    assert StageCosts.of(costs, 5).mean(costs.tiers) == costs
-    other = StageCosts((Stage("a", 1.0, 2.0, 10, 30), Stage("b", 3.0, 2.0, 10, 30)), 10)
-    assert not other.is_uniform and other[1].name == "b"
-    with pytest.raises(ArgumentError, match="tapes that are never kept have no size"):
-        StageCosts.of(Costs(1.0, 2.0, 1.0, tape_bytes=NOT_KEPT), 5)
+    assert in_stages(costs, 5).mean(costs.tiers) == costs.mean() == costs
 
 
 def test_files_of_costs_are_not_taken_for_one_another(tmp_path: Path) -> None:
-    steps, stages = Costs(1.0, 2.0), StageCosts.of(Costs(1.0, 2.0), 3)
+    steps, stages = Costs(1.0, 2.0), in_stages(Costs(1.0, 2.0), 3)
     for costs, other in ((steps, StageCosts), (stages, Costs)):
         costs.save(tmp_path / "costs.json")
         assert type(costs).load(tmp_path / "costs.json") == costs

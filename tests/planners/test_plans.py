@@ -280,14 +280,6 @@ def test_both_kinds_of_plans_have_the_same_interface(
     assert made.title in (tmp_path / "plan.html").read_text()
 
 
-def test_a_plan_runs_with_another_tier_within_its_memory() -> None:
-    plan = judged(MIXED, small_chain(2, 5))
-    assert plan.simulate().makespan_s == plan.makespan_s
-    slow = plan.simulate(tiers="write=1B/s,read=1B/s")
-    assert slow.makespan_s > plan.makespan_s
-    assert slow.peak_bytes == plan.peak_bytes
-
-
 def test_plain_training_does_not_take_what_the_executor_does() -> None:
     stage = Stage("a", 1.0, 2.0, 10, 30, overhead_s=0.25)
     plan = plan_chain(StageCosts.uniform(4, stage, 10))
