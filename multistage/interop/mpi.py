@@ -52,10 +52,7 @@ from ..states.layout import Array, Layout
 from ..states.slots import States
 from ..support.free_memory import default_budget_bytes
 from ..support.progress import is_shown
-from .ranks import AgreedStore as AgreedStore
-from .ranks import Communicator as Communicator
-from .ranks import Ranks as Ranks
-from .ranks import slowest as slowest
+from .ranks import AgreedStore, Communicator, Ranks, slowest
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")

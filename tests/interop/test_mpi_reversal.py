@@ -20,7 +20,8 @@ from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, BudgetError, StateError, StoreError
 from multistage.interop import mpi
-from multistage.interop.mpi import MPIReversal, slowest
+from multistage.interop.mpi import MPIReversal
+from multistage.interop.ranks import slowest
 from multistage.measurement import chain, driver, store
 from multistage.model.chain import FunctionChain
 from multistage.model.costs import Costs

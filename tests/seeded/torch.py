@@ -176,7 +176,7 @@ torch/test_cell_weights.py torch/test_environment.py
 -                     self.owner.clear()  # the order counts, of parameters above all
 +                     pass
 
-torch/test_helpers.py
+torch/test_environment.py torch/test_hidden_state.py
 -         if tensor.requires_grad and storages[tensor.untyped_storage()._cdata] > 1:
 +         if False:
 

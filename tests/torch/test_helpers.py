@@ -15,11 +15,10 @@ from torch import fx
 
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
-from multistage.errors import ArgumentError, StateError
+from multistage.errors import ArgumentError
 from multistage.model.stages import Stage
 from multistage.states.layout import Layout
 from multistage.support.waiting import Latch
-from multistage.torch.environment.states import refuse_shared
 from multistage.torch.sequences.costs import KindCost, Steps
 from multistage.torch.tensors.checksums import checksum, fingerprint
 from multistage.torch.tensors.graphs import graph_begins, leaves_below
@@ -77,18 +76,6 @@ def test_sums_of_gradients_are_there_while_other_steps_of_a_chunk_are_reversed()
     steps = Steps(each, 10, 0, [100, 3000])
     assert [s.backward_overhead_bytes for s in steps.chained([0, 1, 2]).stages] == [5, 5]
     assert [s.backward_overhead_bytes for s in steps.chained([0, 2]).stages] == [3005]
-
-
-# --------------------------------------------------------------- environment
-
-
-def test_views_of_one_another_cannot_be_copied_where_one_wants_a_gradient() -> None:
-    base = torch.ones(4)
-    refuse_shared([base[:2], base[2:]])
-    wanting = base.requires_grad_() * 1
-    refuse_shared([wanting, wanting])  # one tensor twice is copied once
-    with pytest.raises(StateError, match="shares memory with another input"):
-        refuse_shared([wanting[:2], wanting[2:]])
 
 
 # ------------------------------------------------------------------- tracing
