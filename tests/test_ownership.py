@@ -29,8 +29,8 @@ from multistage.model.blocks import Blocks
 from multistage.model.chain import FunctionChain, InPlaceChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
+from multistage.planners.base import store_all_schedule
 from multistage.planners.single.revolve import revolve_schedule
-from multistage.planners.single.segments import store_all_schedule
 from multistage.reversal import Reversal
 from multistage.states import sharing
 

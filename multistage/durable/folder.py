@@ -30,15 +30,7 @@ from pathlib import Path
 from ..errors import StoreError
 from ..states.layout import Array
 from ..support.interrupts import Opened, Shield
-from .headers import (
-    IDENTITY_BYTES,
-    BadFile,
-    Header,
-    holder_of,
-    lock_of,
-    read_header,
-    run_of,
-)
+from .headers import IDENTITY_BYTES, BadFile, Header, holder_of, lock_of, read_header, run_of
 
 RUN, LAST, LOCK = "run", "last", "lock"
 LEFTOVERS = ("tmp-", "probe-")  # of no use to a resumed run

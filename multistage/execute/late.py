@@ -30,7 +30,7 @@ from ..errors import ScheduleError, StoreError
 from ..model.tier import Tier
 from ..planners import Plan
 from ..planners.chain.rest import Rest as ChainRest
-from ..planners.chain.rest import Rests, Standing
+from ..planners.chain.rest import Rests
 from ..planners.single.rest import Rest
 from ..schedule.rules import Rules
 from ..schedule.simulation import simulate
@@ -367,7 +367,7 @@ class Stages:
             assert self.plan.memory_bytes is not None
             self._rests = Rests(self.plan.stage_costs, self.plan.memory_bytes, inside=self._inside)
         room = sum(here.memory.bytes_of(item) for item in stuck)
-        for rest in self._rests.fastest(Standing.of(here), room):
+        for rest in self._rests.fastest(here, room):
             tried = deepcopy(here, {id(here.memory.costs): here.memory.costs})
             try:
                 tried.leave(rest.saved, rest.tapes, stuck)

@@ -8,28 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import (
-    ClassVar,
-    Literal,
-    Protocol,
-    Self,
-    TypeAlias,
-)
+from typing import ClassVar, Literal, Protocol, Self, TypeAlias
 
 from tabulate import tabulate
 
-from ..actions import (
-    Action,
-    Advance,
-    Answer,
-    EndForward,
-    Get,
-    Put,
-    Reverse,
-    Save,
-    Schedule,
-    Tape,
-)
+from ..actions import Action, Advance, Answer, EndForward, Get, Put, Reverse, Save, Schedule, Tape
 from ..errors import ArgumentError
 from ..model.costs import Costs
 from ..model.stages import StageCosts
@@ -658,16 +641,19 @@ def _each(actions: Sequence[Action]) -> Schedule:
         _ = yield action  # answers are not looked at
 
 
-def store_all(costs: StageCosts) -> list[Action]:
-    """Return the schedule of a chain that keeps every tape."""
-    steps = range(len(costs.stages))
-    return [*map(Tape, steps), EndForward(), *map(Reverse, reversed(steps))]
+def store_all_schedule(n_steps: int) -> Schedule:
+    """Yield: tape every step, then reverse every step."""
+    for i in range(n_steps):
+        yield Tape(i)
+    yield EndForward()
+    for i in reversed(range(n_steps)):
+        yield Reverse(i)
 
 
 @lru_cache(maxsize=64)
 def plain_use(costs: StageCosts) -> Simulation:
     """Return what the schedule that keeps every tape takes."""
-    return simulate(store_all(costs), None, costs, checked=False)
+    return simulate(store_all_schedule(len(costs)), None, costs, checked=False)
 
 
 def require_steps(n_steps: int | None, planner: str) -> int:

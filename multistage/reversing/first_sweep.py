@@ -11,18 +11,7 @@ from collections.abc import Callable, Generator
 from time import perf_counter
 from typing import Generic, TypeVar
 
-from ..actions import (
-    Action,
-    Advance,
-    Answer,
-    Await,
-    Free,
-    Load,
-    Offer,
-    Put,
-    Save,
-    Schedule,
-)
+from ..actions import Action, Advance, Answer, Await, Free, Load, Offer, Put, Save, Schedule
 from ..execute.metered import shared_bytes
 from ..measurement.driver import settled
 from ..model.chain import Chain

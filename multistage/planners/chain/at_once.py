@@ -13,7 +13,7 @@ says little where stages are nearly as many as slots.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal
 
@@ -24,7 +24,7 @@ from ...actions import Action
 from ...model.stages import StageCosts
 from ...model.tier import Tier
 from ...support.progress import counting
-from ..base import Plan, plain_use, store_all
+from ..base import Plan, plain_use, store_all_schedule
 from .joint import plan_joint, smallest_with_tier
 from .joint_bound import Dual, without_loss
 from .memory import actions_of, periodic, too_small
@@ -236,13 +236,13 @@ def plan_at_once(
     plain = plain_use(costs)
     fits = limit is None or plain.peak_bytes <= limit
 
-    def made(actions: Sequence[Action], tier: Tier | None = None) -> Plan:
+    def made(actions: Iterable[Action], tier: Tier | None = None) -> Plan:
         return Plan.judged(planner, costs, limit, actions, tier)
 
     if planner == "store-all" or (planner == "optimal" and fits):
         if not fits:
             raise too_small(planner, limit, plain.peak_bytes)
-        best = made(store_all(costs))  # which no tier makes faster
+        best = made(store_all_schedule(len(costs)))  # which no tier makes faster
         return best if rates is None else beside(best, rates, best)
     if planner == "periodic":
         return made(periodic(costs, limit, segments))

@@ -33,6 +33,7 @@ from ...model.stages import StageCosts
 from ...model.tier import Tier
 from ...schedule.simulation import Simulation, simulate
 from ...support.units import format_bytes
+from ..single.segments import taped_segment
 
 
 def left_to_reverse(actions: Iterable[Action]) -> Iterator[Action]:
@@ -157,8 +158,7 @@ def _segments(costs: StageCosts, count: int) -> list[Action]:
         stop = start + length
         actions.append(Load(start))
         actions += [Free(start)] if start else []
-        actions += map(Tape, range(start, stop - 1))
-        actions += map(Reverse, reversed(range(start, stop)))
+        actions += taped_segment(start, stop)
     return actions
 
 

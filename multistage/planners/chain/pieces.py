@@ -44,6 +44,7 @@ from ...errors import BudgetError, ScheduleError
 from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
 from ..base import Plan
+from ..single.binomial import forward_and_reverse, reverse_actions
 from .at_once import SLOTS, beside, fastest, least_memory, most_stages, plan_at_once
 from .memory import left_to_reverse, shifted
 
@@ -249,7 +250,8 @@ def _pieces(
         return
     cuts = _cuts(costs, start, stop, room // 2) or _cuts(costs, start, stop, room)
     if not cuts:
-        yield from _with_nothing(start, stop, stop == len(costs.stages), first)
+        each = reverse_actions(first + start, first + stop, 0, keep_first=True)  # from the start
+        yield from forward_and_reverse(each) if stop == len(costs.stages) else each
         return
     live = start
     for cut in cuts:
@@ -283,18 +285,6 @@ def _at_once(
 
 def _without_end(actions: Iterable[Action]) -> Iterator[Action]:
     return (action for action in actions if not isinstance(action, EndForward))
-
-
-def _with_nothing(start: int, stop: int, last: bool, first: int) -> Iterator[Action]:
-    """Yield the actions that reverse steps without room for one state: each from the start."""
-    for i in reversed(range(start, stop)):
-        if i < stop - 1:
-            yield Load(first + start)
-        if i > start:
-            yield Advance(first + start, first + i)
-        if last and i == stop - 1:
-            yield from (Tape(first + i), EndForward())
-        yield Reverse(first + i)
 
 
 def _cuts(costs: StageCosts, start: int, stop: int, room: int) -> list[int]:

@@ -35,39 +35,6 @@ _SHRUNK = (1.0, 0.97, 0.92, 0.85, 0.7)  # of the memory of segments, as sizes in
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a sweep stands.
-
-    Attributes
-    ----------
-    live : int or None
-    end : int or None
-        The next adjoint is that of stage end - 1, the loss being the last; None in the
-        forward sweep.
-    saved, tapes : frozenset of int
-        In fast memory; state 0 always is.
-    pinned : frozenset of int
-        Inputs of those tapes that are in fast memory for them alone.
-    """
-
-    live: int | None
-    end: int | None
-    saved: frozenset[int]
-    tapes: frozenset[int]
-    pinned: frozenset[int] = frozenset()
-
-    @classmethod
-    def of(cls, rules: Rules) -> Standing:
-        """Return where a machine that counts bytes stands."""
-        assert rules.memory is not None
-        tapes = frozenset(step for step, token in rules.tapes.items() if token is None)
-        saved = frozenset(step for step, token in rules.held.items() if token is None)
-        starts = {step for step, start in rules.memory.starts.items() if start is not None}
-        pinned = frozenset(i for i in starts - saved if i - 1 not in tapes)
-        return cls(rules.live, rules.adjoint, saved, tapes, pinned)
-
-
-@dataclass(frozen=True, slots=True)
 class Rest:
     """How to go on.
 
@@ -117,14 +84,15 @@ class Rests:
         self._table = Table(true.in_slots(self._unit), slots)
         self._work_s = float(true.forward_s.sum())
 
-    def fastest(self, at: Standing, stuck_bytes: int = 0) -> Iterator[Rest]:
+    def fastest(self, at: Rules, stuck_bytes: int = 0) -> Iterator[Rest]:
         """Yield what may be done from somewhere on, the fastest first.
 
         Each is to be judged: sizes are rounded to slots, so that some may take too much memory.
 
         Parameters
         ----------
-        at : Standing
+        at : Rules
+            That counts bytes, where the sweep stands; nothing is on its way.
         stuck_bytes : int
             That are not free to the end.
         """
@@ -142,18 +110,18 @@ class Rests:
 
     # ------------------------------------------------------------------------- choices
 
-    def _choices(self, at: Standing) -> Iterator[tuple[frozenset[int], frozenset[int]]]:
+    def _choices(self, at: Rules) -> Iterator[tuple[frozenset[int], frozenset[int]]]:
         """Yield states and tapes to hold."""
         tapes = sorted(at.tapes)
         stride = 1 + len(tapes) // _MOST_KEPT
         cuts = [*range(0, len(tapes), stride), len(tapes)]
-        below = at.live if at.end is None else at.end
+        below = at.live if at.adjoint is None else at.adjoint
         assert below is not None
         for newest in chain((tapes[cut:] for cut in cuts), (tapes[:cut] for cut in cuts)):
             kept = self._serving(at, newest)
-            free = {step for step in at.saved if 0 < step < below}
+            free = {step for step in at.held if 0 < step < below}
             if self._inside:
-                free |= {i + 1 for i in at.tapes.difference(kept) if i + 1 < below}
+                free |= {i + 1 for i in at.tapes.keys() - kept if i + 1 < below}
             needed = {i for i in kept if i - 1 not in kept and i in free}
             others = sorted(free - needed)
             for count in _counts(len(others)):
@@ -161,26 +129,29 @@ class Rests:
                 chosen = [others[int((k + 1) * stride_s) - 1] for k in range(count)]
                 yield frozenset(needed.union(chosen)), frozenset(kept)
 
-    def _serving(self, at: Standing, tapes: Iterable[int]) -> list[int]:
+    def _serving(self, at: Rules, tapes: Iterable[int]) -> list[int]:
         """Return those of some tapes, ascending, whose inputs are in fast memory too."""
+        assert at.memory is not None
         kept: list[int] = []
         for i in tapes:
-            before = i - 1 in at.tapes if self._inside else i - 1 in kept
-            if i == 0 or before or i in at.saved or i in at.pinned:
+            inside = i - 1 in at.tapes
+            before = inside if self._inside else i - 1 in kept
+            pinned = at.memory.starts.get(i) is not None and not inside  # for this tape alone
+            if i == 0 or before or i in at.held or pinned:
                 kept.append(i)
         return kept
 
     # --------------------------------------------------------------------------- parts
 
-    def _parts(self, at: Standing, saved: Set[int], tapes: Set[int], limit: int) -> Iterator[_Part]:
+    def _parts(self, at: Rules, saved: Set[int], tapes: Set[int], limit: int) -> Iterator[_Part]:
         """Yield the parts of the rest, from the top down."""
         true, n = self._true, len(self._true)
         held = {step: 0 if step - 1 in tapes else int(true.state[step]) for step in saved}
         taped = {i: int(true.tape[i]) + self._pinned(i, saved, tapes) for i in tapes}
         room = limit - sum(held.values()) - sum(taped.values())
-        end = n if at.end is None else at.end
+        end = n if at.adjoint is None else at.adjoint
         states, tops = sorted(held), sorted(taped)
-        first = at.live if at.end is None else None
+        first = at.live if at.adjoint is None else None
         while end > 0:
             while states and states[-1] >= end:
                 room += held[states.pop()]
@@ -207,7 +178,7 @@ class Rests:
     def _slots(self, part: _Part, share: float = 1.0) -> int:
         return min(self._table.slots, int(part.room * share / self._unit))
 
-    def _seconds(self, at: Standing, saved: Set[int], tapes: Set[int], limit: int) -> float:
+    def _seconds(self, at: Rules, saved: Set[int], tapes: Set[int], limit: int) -> float:
         forward_s, reverse_s = self._true.forward_s, self._true.reverse_s
         seconds = 0.0
         for part in self._parts(at, saved, tapes, limit):
@@ -224,12 +195,12 @@ class Rests:
     # ------------------------------------------------------------------------- actions
 
     def _actions(
-        self, at: Standing, saved: Set[int], tapes: Set[int], limit: int, share: float
+        self, at: Rules, saved: Set[int], tapes: Set[int], limit: int, share: float
     ) -> list[Action] | None:
         """Return the actions of a choice, None if a segment does not fit."""
         actions: list[Action] = []
         held, live = set(saved), at.live
-        ended = at.end is not None
+        ended = at.adjoint is not None
         for part in self._parts(at, saved, tapes, limit):
             for step in sorted(step for step in held if step >= part.stop):
                 held.remove(step)

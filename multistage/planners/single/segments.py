@@ -31,18 +31,9 @@ from ...errors import BudgetError
 from ...model.costs import NOT_KEPT, Costs
 from ...schedule.simulation import Simulation
 from ...support.arrays import Integers, Reals
-from ..base import MOST_STEPS, Plan, require_steps
+from ..base import MOST_STEPS, Plan, require_steps, store_all_schedule
 from ..predict import Counts
 from .binomial import forward_and_reverse
-
-
-def store_all_schedule(n_steps: int) -> Schedule:
-    """Yield: tape every step, then reverse every step."""
-    for i in range(n_steps):
-        yield Tape(i)
-    yield EndForward()
-    for i in reversed(range(n_steps)):
-        yield Reverse(i)
 
 
 def store_all(costs: Costs, slots: int, n_steps: int | None) -> Plan:

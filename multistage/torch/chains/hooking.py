@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...actions import Action, Await, Drop, EndForward, Evict, Get, Put, Reverse, Tape
 from ...backends.memory import MemoryStore
+from ...planners.base import store_all_schedule
 from ..measurement.measure import measure_stages
 from ..tiers.lane import ChainTier
 from .runner import Run
@@ -48,7 +49,7 @@ def hooks_s() -> float:
         try:
             seconds = [
                 min(_seconds(Run(stages, traits, actions, tier), x) for _ in range(_ROUNDS))
-                for actions in (_kept(), _travelling())
+                for actions in (list(store_all_schedule(_STAGES)), _travelling())
             ]
         finally:
             tier.close()
@@ -61,12 +62,6 @@ def _seconds(run: Run, x: Tensor) -> float:
     assert isinstance(output, Tensor)
     torch.autograd.grad(output.sum(), x)
     return time.thread_time() - began
-
-
-def _kept() -> list[Action]:
-    """Return the actions that keep every tape."""
-    stages = range(_STAGES)
-    return [*map(Tape, stages), EndForward(), *map(Reverse, reversed(stages))]
 
 
 def _travelling() -> list[Action]:

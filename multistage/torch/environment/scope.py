@@ -32,17 +32,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...errors import ArgumentError
-from .places import (
-    ABSENT,
-    LEAVES,
-    Held,
-    Place,
-    Variables,
-    are_alike,
-    replacing,
-    values_of,
-    watched,
-)
+from .places import ABSENT, LEAVES, Held, Place, Variables, are_alike, replacing, values_of, watched
 from .randomness import Own, is_generator
 
 Buffers: TypeAlias = Sequence[tuple[nn.Module, str]]
