@@ -128,10 +128,6 @@ class Cells:
         """Return the cell of step t."""
         return self.each[0 if self._at is None else self._at[t]]
 
-    def numbers(self) -> object:
-        """Return the numbers of the cells of all steps, for comparisons."""
-        return None if self._at is None else tuple(self._at)
-
     def is_compiled(self) -> bool:
         """Whether `torch.compile` made one of them, or a part of it."""
         return any(one.is_compiled() for one in self.each)

@@ -77,10 +77,6 @@ class Known:
     weight: tuple[int, int, int]
     weighed: bool = False
 
-    def was_weighed(self) -> None:
-        """Note that graphs hold to given costs."""
-        self.weighed = True
-
     def holds(self, weight: tuple[int, int, int], limit: int | None) -> bool:
         """Whether the plan is right for steps of some weight, where so much memory is free."""
         if not all(now <= then for now, then in zip(weight, self.weight, strict=True)):

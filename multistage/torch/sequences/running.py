@@ -25,7 +25,6 @@ from ...errors import BudgetError, MultistageError
 from ...execute.executor import Executor
 from ...execute.late import EqualSteps, Late, Stages
 from ...model.tier import Tier
-from ...planners import Plan
 from ...planners.single.revolve import revolve_schedule
 from ...reversing.streamed import largest_of
 from ...schedule.rules import Rules
@@ -180,14 +179,10 @@ def _scheduled(
         chain.allowance = Allowance(chosen, given.facts, given.inputs)
     else:
         chain = ThroughTime(given, cuts, plan.stage_costs)
-        chain.weighs, chain.done = not known.weighed, known.was_weighed
+        chain.weighs = not known.weighed
+        chain.done = partial(setattr, known, "weighed", True)
     chain.samples = KNOWN.looks(given.cells, chain.n_steps)
-    if not plan.writes:
-        store = None
-    if not plan.actions:
-        course = _equal_course(chosen, settings, names, store, layout, given.device)
-    else:
-        course = _course(chosen, plan, settings, names, store)
+    course = _course(given, chosen, store if plan.writes else None, layout, names)
     return _through(chain, state, course, Bars(settings.progress))
 
 
@@ -203,41 +198,56 @@ def _through(
     except BaseException:
         run.close()  # now: a traceback may keep it for long
         raise
-    spec = chain.last_spec()
+    spec = chain.spec(chain.n_steps)
     values = [None if n is None else found[n] for n in run.places]
     loss, reduced = results_of(chain.facts, values[spec.num_leaves :])
     return Unrolled(pytree.tree_unflatten(values[: spec.num_leaves], spec), loss, reduced, None)
 
 
-def _equal_course(
+def _course(
+    given: Computation,
     chosen: UnrollPlan,
-    settings: Settings,
-    names: Sequence[str],
     store: Store | None,
     layout: TensorLayout,
-    device: torch.device,
+    names: Sequence[str],
 ) -> Course:
-    """Return how equal chunks are run: in slots, and on without a tier that is late."""
-    plan = chosen.plan
+    """Return how chunks are run, and on without a tier that is late.
+
+    Equal ones are run in slots; where they differ each action is judged byte by byte.  The
+    limit is the user's; what the caller holds and the buffers of the tier are beside it.
+    """
+    plan, settings, is_chain = chosen.plan, given.settings, not given.facts.equal
     assert plan is not None
-    late = was_late = None
-    if store is not None:
-        late = Late(EqualSteps(plan.n_steps, plan.slots, plan.tiers, True))
-        key, (tier,) = (settings.tiers, device, layout.nbytes), plan.tiers
+    course = Course(plan.schedule, TensorStates(names, varied=is_chain), store=store)
+    if not is_chain:
+        step_s, record = plan.step_costs.forward_step_s, layout.record
+        course = replace(course, step_s=step_s, slots=plan.slots, record=record)
+    else:
+        costs, step_s = plan.stage_costs, plan.stage_costs.mean().forward_step_s
+        record, reserved = largest_of(costs), costs.stages[-1].output_bytes
+        reserved += 0 if store is None else store.buffer_bytes(record)
+        rules = partial(Rules.in_bytes, costs, chosen.memory_bytes - reserved, recovers=True)
+        course = replace(course, step_s=step_s, rules=rules, record=record)
+    if store is None:
+        return course
+    stages: Stages | None = None
+    # Of what was planned, not of what is known by now: a second backward tells it again.
+    if not is_chain:
+        key: object = (settings.tiers, given.device, layout.nbytes)
+        (rates,) = plan.tiers
+    else:
+        store.queue_depth = max(store.queue_depth, plan.writes)
+        stages, key = Stages(plan, inside=False), rates_key(settings, costs)
+        planned_for = KNOWN.tiers.get(key) or plan.tier
+        assert planned_for is not None
+        rates = planned_for
 
-        def was_late(timeline: Timeline) -> None:
-            KNOWN.was_late(settings.tiers, chosen, key, _slowed(tier, timeline))
+    def was_late(timeline: Timeline) -> None:
+        seen = _slowed(rates, timeline) if stages is None else stages.slowed(rates)
+        KNOWN.was_late(settings.tiers, chosen, key, seen)
 
-    return Course(
-        plan.schedule,
-        TensorStates(names),
-        plan.step_costs.forward_step_s,
-        slots=plan.slots,
-        store=store,
-        record=layout.record,
-        late=late,
-        was_late=was_late,
-    )
+    late = Late(stages or EqualSteps(plan.n_steps, plan.slots, plan.tiers, True))
+    return replace(course, late=late, was_late=was_late)
 
 
 def _slowed(tier: Tier, timeline: Timeline) -> Tier:
@@ -249,46 +259,6 @@ def _slowed(tier: Tier, timeline: Timeline) -> Tier:
     if write_s <= tier.write_s and read_s <= tier.read_s:
         return tier.slower(_SLOWER)
     return replace(tier, write_s=max(tier.write_s, write_s), read_s=max(tier.read_s, read_s))
-
-
-def _course(
-    chosen: UnrollPlan,
-    plan: Plan,
-    settings: Settings,
-    names: Sequence[str],
-    store: Store | None,
-) -> Course:
-    """Return how chunks that differ are run, each action judged byte by byte.
-
-    The limit is the user's; what the caller holds and the buffers of the tier are beside it.
-    """
-    costs, reserved = plan.stage_costs, plan.stage_costs.stages[-1].output_bytes
-    layout = largest_of(costs)
-    reserved += 0 if store is None else store.buffer_bytes(layout)
-    rules = partial(Rules.in_bytes, costs, chosen.memory_bytes - reserved, recovers=True)
-    states, step_s = TensorStates(names, varied=True), costs.mean().forward_step_s
-    if store is None:
-        return Course(plan.schedule, states, step_s, rules=rules)
-    course = Stages(plan, inside=False)
-    store.queue_depth = max(store.queue_depth, plan.writes)
-    key = rates_key(settings, costs)
-    rates = KNOWN.tiers.get(key) or plan.tier
-    assert rates is not None
-
-    def was_late(_: Timeline) -> None:
-        # Of what was planned, not of what is known by now: a second backward tells it again.
-        KNOWN.was_late(settings.tiers, chosen, key, course.slowed(rates))
-
-    return Course(
-        plan.schedule,
-        states,
-        step_s,
-        rules=rules,
-        store=store,
-        record=layout,
-        late=Late(course),
-        was_late=was_late,
-    )
 
 
 # ---------------------------------------------------------- one operation of autograd
@@ -426,8 +396,8 @@ class _ThroughAutograd(torch.autograd.Function):
         ctx.run = run
         ctx.set_materialize_grads(False)
         chain = run.chain
-        chain.hooks.state_0 = wanted[: chain.first_spec().num_leaves]
-        last = run.forward().tensors[: chain.last_spec().num_leaves]
+        chain.hooks.state_0 = wanted[: chain.spec(0).num_leaves]
+        last = run.forward().tensors[: chain.spec(chain.n_steps).num_leaves]
         results, flags, run.places = chain.results(last)
         chain.collector.clear()  # a result that leads to its graph must not be part of it
         ctx.mark_non_differentiable(
@@ -443,7 +413,7 @@ class _ThroughAutograd(torch.autograd.Function):
                 "memory enough to keep every tape, or planner='keep'"
             )
         chain = ctx.run.chain
-        count, places = chain.last_spec().num_leaves, ctx.run.places
+        count, places = chain.spec(chain.n_steps).num_leaves, ctx.run.places
         # A result that stands at several places has one gradient, that of its first.
         each = [
             None if n is None or n in places[:i] else gradients[n] for i, n in enumerate(places)

@@ -17,7 +17,6 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -201,7 +200,10 @@ class Surroundings:
         yield
         moved = [e for e, was in before if e not in self._late and digest(e.buffer) != was]
         if moved and not self.compared:
-            refuse_buffer(self._cells.name, moved[0].name)
+            raise StateError(
+                f"{self._cells.name} changes {moved[0].name} at later steps, and not in its first; "
+                "this needs results of repeated runs to be compared: leave out check='off'"
+            )
         self._late += moved
         self._still = []
         if self._late:
@@ -292,14 +294,6 @@ class _Late:
         """Whether it is the same tensor, and was written to."""
         same = self.module._buffers.get(self.key) is self.buffer
         return same and version_of(self.buffer) != self.version
-
-
-def refuse_buffer(name: str, buffer: str) -> NoReturn:
-    """Raise StateError: a buffer is changed where results are not compared."""
-    raise StateError(
-        f"{name} changes {buffer} at later steps, and not in its first; this needs results of "
-        "repeated runs to be compared: leave out check='off'"
-    )
 
 
 def refuse_changes(

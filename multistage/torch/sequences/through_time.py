@@ -223,21 +223,13 @@ class ThroughTime:
     def _stop_of(self, k: int) -> int:
         return min(self.cuts[k + 1], self.inputs.steps)
 
-    def _spec(self, k: int) -> pytree.TreeSpec:
-        """Return the structure of the state before a chunk."""
+    def spec(self, k: int) -> pytree.TreeSpec:
+        """Return the structure of the state before a chunk, or the last."""
         return self.facts.state(self.cuts[k]).spec
 
     def _wants(self, k: int) -> tuple[bool, ...]:
         """Return which leaves of the state before a chunk take part in the gradient."""
         return self.facts.state(self.cuts[k]).wants
-
-    def first_spec(self) -> pytree.TreeSpec:
-        """Return the structure of state 0."""
-        return self._spec(0)
-
-    def last_spec(self) -> pytree.TreeSpec:
-        """Return the structure of the last state."""
-        return self._spec(self.n_steps)
 
     def advance(self, state: TensorState, start: int, stop: int) -> TensorState:
         """Return the state after these chunks, without a graph."""
@@ -272,7 +264,7 @@ class ThroughTime:
             return inputs.many(t, steps[1], xs) if self.cells.fused else inputs.at(t, xs)
 
         seen = x if chunk.watch is None else chunk.watch.unseen(x)
-        state = pytree.tree_unflatten(list(chunk.given), self._spec(k))
+        state = pytree.tree_unflatten(list(chunk.given), self.spec(k))
         return run_steps(self.cells, self.facts, state, steps, seen, take)
 
     def _run(self, before: TensorState, k: int, *, graph: bool, taped: bool) -> Chunk:
@@ -352,7 +344,7 @@ class ThroughTime:
     def _given(self, state: TensorState, k: int, *, graph: bool) -> list[Tensor]:
         """Return the state before a chunk for the cell to run on, in the surroundings of then."""
         tensors = state.checked()
-        count = self._spec(k).num_leaves
+        count = self.spec(k).num_leaves
         self.around.reinstall(tensors[count:])
         before, wants = self.boundaries[k - 1], self._wants(k)
         pattern = before.pattern
