@@ -411,7 +411,7 @@ def _fail_as_plain(
 ) -> None:
     """Raise what a model raises without a capture; else leave all as it is."""
     given = fresh_copy((args, kwargs))
-    with untouched(Scope.of(model), given), torch.no_grad():
+    with untouched(Scope([model]), given), torch.no_grad():
         model(*given[0], **given[1])
 
 

@@ -370,10 +370,10 @@ class Helper:
 def test_a_scope_finds_modules_tensors_and_variables() -> None:
     helper, weight = Helper(), torch.ones(2, requires_grad=True)
     held = [nn.Linear(2, 2)]
-    scope = Scope.of(lambda x: helper.run(x) * weight, functools.partial(_call, held[0]))
+    scope = Scope([lambda x: helper.run(x) * weight, functools.partial(_call, held[0])])
     assert {type(m).__name__ for m in scope.modules} == {"BatchNorm1d", "Linear"}
     inner = mst.Sequential([functools.partial(_call, helper.module), torch.tanh])
-    assert helper.module in Scope.of(inner).modules
+    assert helper.module in Scope([inner]).modules
     known = {id(p) for p in scope.parameters()}
     assert {id(weight), id(_GLOBAL.weight), id(held[0].weight)} <= known
     assert [g for _, g in scope.generators()] == [helper.generator]
@@ -391,7 +391,7 @@ def test_a_function_depends_on_the_children_that_it_names() -> None:
     weights = [id(model["a"][0].weight), id(model["b"].weight)]  # type: ignore[index]
 
     def found(*functions: Call) -> list[bool]:
-        known = {id(p) for p in Scope.of(*functions).parameters()}
+        known = {id(p) for p in Scope(functions).parameters()}
         return [weight in known for weight in weights]
 
     assert found(lambda x: model.a(x)) == [True, False]
@@ -404,14 +404,14 @@ def test_a_function_depends_on_the_children_that_it_names() -> None:
     shadowed._modules["items"] = model["a"]
     shadowed["b"] = model["b"]
     assert found(lambda x: shadowed.items()) == [True, True]
-    scope = Scope.of(lambda x: model.a(x))
+    scope = Scope([lambda x: model.a(x)])
     model["a"] = nn.Linear(5, 5)
     assert {p.shape[-1] for p in scope.parameters()} == {5}
 
 
 def test_a_scope_sees_objects_replaced_later() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
-    scope = Scope.of(lambda x: module(x))
+    scope = Scope([lambda x: module(x)])
     assert len(scope.parameters()) == 2
     module.append(nn.Linear(2, 2))
     assert len(scope.parameters()) == 4

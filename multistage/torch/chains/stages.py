@@ -59,7 +59,7 @@ class StageRunner:
         # What was written to cannot be undone.
         self._watchful = watchful or traits[0].changes_input
         self._stages, self.traits, self._check = stages, traits, check
-        self._scopes = [t.scope or Scope.of(s) for s, t in zip(stages, traits, strict=True)]
+        self._scopes = [t.scope or Scope([s]) for s, t in zip(stages, traits, strict=True)]
         self._around: dict[int, Environment] = {}
         self._settings: Settings | None = None  # of the forward sweep
         self._holds_in: int | None = None  # a backward pass in which they were found to hold

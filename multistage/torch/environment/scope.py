@@ -192,11 +192,6 @@ class Scope:
         self.values = tuple(values)
         self._found = _without_results(self._find())
 
-    @classmethod
-    def of(cls, *values: object) -> Scope:
-        """Return the scope of some values."""
-        return cls(values)
-
     def _find(self) -> Found:
         walks = [_Walk(value) for value in self.values]
         places = {place.identity: place for walk in walks for place in walk.places}

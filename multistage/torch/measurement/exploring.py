@@ -68,7 +68,7 @@ def explore(
     one that made the storage are joined.
     """
     state = fresh_copy(sample, wants=False)
-    scopes = [Scope.of(stage) for stage in stages]
+    scopes = [Scope([stage]) for stage in stages]
     # References keep the addresses of storages from being used again.
     storages = [_storages(state)]
     starts = list(range(len(stages)))  # the first stage of the group that stage i is in

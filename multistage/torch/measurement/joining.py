@@ -171,7 +171,7 @@ def stretched(stages: Calls, traits: Sequence[Traits], actions: Sequence[Action]
 def _together(stages: Calls, traits: Sequence[Traits]) -> Traits:
     names = [trait.name for trait in traits]
     name = "+".join(names) if len(names) <= _MOST_NAMES else f"{names[0]} to {names[-1]}"
-    scopes = [t.scope or Scope.of(s) for s, t in zip(stages, traits, strict=True)]
+    scopes = [t.scope or Scope([s]) for s, t in zip(stages, traits, strict=True)]
     scope = Scope([value for each in scopes for value in each.values])
     return Traits.together(name, traits, scope, _sum([trait.sizes for trait in traits]))
 

@@ -531,7 +531,7 @@ def _measure_groups(
     sizes: list[Sizes] = []
     with _gradients_put_back(parameters) if collective else contextlib.nullcontext():
         for call, trait in zip(calls, traits, strict=True):
-            scope = trait.scope or Scope.of(call)
+            scope = trait.scope or Scope([call])
             # Nothing can stand in for sharded parameters.
             with contextlib.nullcontext() if collective else standing_in(scope) as stand_ins:
                 run = StageRun(call, trait, scope, state, device, stand_ins)

@@ -41,7 +41,7 @@ class Cell:
     def __init__(self, given: Step, fused: bool, inputs: object = None) -> None:
         if not callable(given):
             raise ArgumentError(f"the cell is {type(given).__name__}; it must be callable")
-        self.scope = Scope.of(given, inputs)
+        self.scope = Scope([given, inputs])
         self.given = given
         self.fused = fused
         self.name = f"cell {getattr(given, '__name__', type(given).__name__)}"
@@ -115,7 +115,7 @@ class Cells:
         if self._at is None:
             self.scope, self.name = self.each[0].scope, self.each[0].name
             return
-        self.scope = Scope.of(*distinct.values(), inputs)
+        self.scope = Scope([*distinct.values(), inputs])
         names = list(dict.fromkeys(one.name.removeprefix("cell ") for one in self.each))
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         self.name = self.each[0].name if len(names) == 1 else f"one of the cells {shown}"

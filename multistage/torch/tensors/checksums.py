@@ -213,21 +213,7 @@ def fingerprint(value: object) -> object:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same shape, dtype, device and bits."""
-    plain = one.layout is other.layout is torch.strided and one.device == other.device
-    plain = plain and one.shape == other.shape and one.dtype == other.dtype
-    if not plain or one.is_nested or one.is_quantized or one.device.type == "meta":
-        return fingerprint(one) == fingerprint(other)
-    try:
-        return torch.equal(_bytes_of(one), _bytes_of(other))
-    except (NotImplementedError, RuntimeError):  # of a subclass
-        return fingerprint(one) == fingerprint(other)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    if flat.stride(0) != 1:  # expanded, or with gaps
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8)
+    return fingerprint(one) == fingerprint(other)
 
 
 def _of_tensor(tensor: Tensor) -> object:
