@@ -189,16 +189,6 @@ def test_freeing_the_input_of_a_tape_whose_state_is_evicted_later_is_refused() -
     assert slow.opened is None
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_second_backward_is_right(seed: int) -> None:
-    expected = results(plain := chain(), plain, 2)
-    model = chain()
-    slow = ChainTier(store(), CPU, PAGE)
-    actions = random_plan(random.Random(100 + seed), len(model))
-    assert same(results(model, run_with(model, actions, slow), 2), expected)
-    slow.close()
-
-
 def test_a_second_backward_that_was_interrupted_starts_over() -> None:
     expected = results(plain := chain(), plain)
     model = chain()
@@ -248,15 +238,6 @@ def test_a_backward_that_writes_to_tensors_of_another_stage_is_found(by: str) ->
     slow.close()
 
 
-def test_offloading_every_tape(tmp_path: Any) -> None:
-    expected = results(plain := chain(), plain)
-    model = chain()
-    slow = ChainTier(FileStore(tmp_path), CPU, PAGE)
-    assert same(results(model, run_with(model, offload_all(len(model)), slow)), expected)
-    slow.close()
-    assert not list(tmp_path.iterdir())
-
-
 def test_evicted_data_takes_no_memory() -> None:
     width, rows = 64, 1024
     model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(16)))
@@ -284,20 +265,8 @@ def test_evicted_data_takes_no_memory() -> None:
 # -------------------------------------------------------------------------- faults
 
 
-@pytest.mark.parametrize("what", ["full", "break", "write", "read"])
-@pytest.mark.parametrize("every", [1, 2, 5])
-def test_lost_data_is_recomputed(what: str, every: int) -> None:
-    expected = results(plain := chain(), plain)
-    for actions in (offload_all(11), random_plan(random.Random(7), 11)):
-        slow = ChainTier(Flaky(what, lambda key: key % every == 0), CPU, PAGE)
-        model = chain()
-        with pytest.warns(CheckpointWarning, match="is lost"):
-            assert same(results(model, run_with(model, actions, slow)), expected)
-        slow.close()
-
-
 @pytest.mark.filterwarnings("ignore:tier")
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(18))  # with every way to train, and every fault
 def test_random_chains_plans_and_faults(seed: int) -> None:
     name, right = play(seed)
     assert right, name
@@ -417,37 +386,6 @@ def test_bytes_that_another_tape_is_bringing_are_waited_for() -> None:
     actions += [Reverse(1), Free(1), Drop(1), Await(2), Reverse(0), Drop(0, tape=True)]
     slow = ChainTier(store(), CPU, PAGE)
     assert same(results(model, run_with(model, actions, slow)), expected)
-    slow.close()
-
-
-def test_a_tier_that_is_closed_meanwhile_costs_time_only() -> None:
-    expected = results(plain := chain(), plain)
-    model = chain()
-    slow = ChainTier(store(), CPU, PAGE)
-    call = run_with(model, offload_all(len(model)), slow)
-
-    def closing(x: Tensor) -> Tensor:
-        y = call(x)
-        slow.close()
-        return y
-
-    with pytest.warns(CheckpointWarning, match="closed"):
-        assert same(results(model, closing), expected)
-
-
-def test_two_runs_share_a_tier() -> None:
-    model, other = chain(), chain()
-    slow = ChainTier(store(), CPU, PAGE)
-    call, calls = (run_with(each, offload_all(len(each)), slow) for each in (model, other))
-    x = torch.randn(8, 24, requires_grad=True)
-    torch.manual_seed(3)
-    (call(x).sum() + 2 * calls(x).sum()).backward()
-    found = x.grad
-    model, other, x.grad = chain(), chain(), None
-    torch.manual_seed(3)
-    (model(x).sum() + 2 * other(x).sum()).backward()
-    assert torch.equal(found, x.grad)
-    assert slow.opened is not None
     slow.close()
 
 
