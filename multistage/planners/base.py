@@ -653,7 +653,7 @@ def store_all_schedule(n_steps: int) -> Schedule:
 @lru_cache(maxsize=64)
 def plain_use(costs: StageCosts) -> Simulation:
     """Return what the schedule that keeps every tape takes."""
-    return simulate(store_all_schedule(len(costs)), None, costs, checked=False)
+    return simulate(store_all_schedule(len(costs.stages)), None, costs, checked=False)
 
 
 def require_steps(n_steps: int | None, planner: str) -> int:

@@ -242,7 +242,7 @@ def plan_at_once(
     if planner == "store-all" or (planner == "optimal" and fits):
         if not fits:
             raise too_small(planner, limit, plain.peak_bytes)
-        best = made(store_all_schedule(len(costs)))  # which no tier makes faster
+        best = made(store_all_schedule(len(costs.stages)))  # which no tier makes faster
         return best if rates is None else beside(best, rates, best)
     if planner == "periodic":
         return made(periodic(costs, limit, segments))
