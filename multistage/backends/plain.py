@@ -98,7 +98,7 @@ class PlainStream:
     """The records of an open store; see `stream.Stream`, whose methods it has."""
 
     def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+        self._setup, self._medium = setup, setup.medium
         self._layout, self._stats, self._transfers = setup.layout, setup.stats, setup.transfers
         self._birth = Birth.here()
         self._room = Room(setup.capacity_bytes)
@@ -133,7 +133,7 @@ class PlainStream:
         """Write a state chunk by chunk."""
         assert record.arrays is not None
         total, digest = round_up(record.nbytes), xxhash.xxh3_64()
-        self._setup.medium.begin(record.slot, total)
+        self._medium.begin(record.slot, total)
         sources = [array.reshape(-1).view(np.uint8) for array in record.arrays]
         for start in range(0, total, len(self._bounce)):
             if record.cancelled:
@@ -144,7 +144,7 @@ class PlainStream:
                 if first < stop:
                     part[first - start : stop - start] = source[first - at : stop - at]
             digest.update(part[: record.nbytes - start].data)
-            self._setup.medium.write(record.slot, start, part)
+            self._medium.write(record.slot, start, part)
         record.checksum = digest.intdigest()
 
     def _read(self, read: _Read) -> None:
@@ -156,7 +156,7 @@ class PlainStream:
                 raise OSError(errno.ECANCELED, "it was cancelled")
             if record.error:
                 raise OSError(record.error)
-            self._setup.medium.read(record.slot, landing[: round_up(record.nbytes)])
+            self._medium.read(record.slot, landing[: round_up(record.nbytes)])
             found = xxhash.xxh3_64_intdigest(landing[: record.nbytes].data)
             if self._setup.verify and found != record.checksum:
                 raise OSError(errno.EIO, "the checksum does not match: the bytes were changed")
@@ -223,7 +223,7 @@ class PlainStream:
                 self._stats.stored_bytes -= round_up(record.nbytes)
                 if not record.full:
                     self._room.give(record.slot)
-                    self._setup.medium.free(record.slot)
+                    self._medium.free(record.slot)
 
     def _count(
         self, kind: Literal["write", "read"], record: _Record, transfer: _Record | _Read
@@ -328,4 +328,4 @@ class PlainStream:
         for lane in (self._writes, self._reads):
             lane.join()
         self._note()
-        self._setup.medium.close()
+        self._medium.close()

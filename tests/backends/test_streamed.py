@@ -84,8 +84,6 @@ class PlainGate(Gate):
 
 @pytest.fixture(params=[Gate, NativeGate, PlainGate])
 def gates(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Gates]:
-    if request.param is PlainGate and request.function is test_small_states_fill_the_buffers:
-        pytest.skip("no state shares an extent there")
     if request.param is NativeGate and "native" not in available_engines():
         pytest.skip("the C core was not built")
     gates = Gates(request.param, tmp_path)
