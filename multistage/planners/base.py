@@ -132,7 +132,7 @@ class Plan:
     tiers: tuple[Tier, ...] = ()
     actions: tuple[Action, ...] = field(default=(), repr=False)
     note: str = ""
-    parameters: Mapping[str, float | int | str] = field(default_factory=dict)
+    parameters: Mapping[str, float | int | str] = field(default_factory=dict, hash=False)
     candidates: tuple[Plan, ...] = field(default=(), repr=False)
     why: str = ""
     seal: tuple[object, ...] = field(default=(), repr=False, compare=False)

@@ -71,10 +71,8 @@ class Arguments(Generic[State, Adjoint]):
     probed : tuple of Store
         What is measured for them.
     planner : str or Planner
-    costs : Costs or None
-        Of uniform steps, as given.
-    stages : StageCosts or None
-        Of unequal steps, as given.
+    costs : Costs, StageCosts or None
+        As given.
     states : States
     durable : DurableRun or None
     checked : bool
@@ -92,8 +90,7 @@ class Arguments(Generic[State, Adjoint]):
     stores: tuple[Store, ...]
     probed: tuple[Store, ...]
     planner: str | Planner
-    costs: Costs | None
-    stages: StageCosts | None
+    costs: Costs | StageCosts | None
     states: States[State, Array, Layout]
     durable: DurableRun | None
     checked: bool
@@ -136,11 +133,9 @@ class Arguments(Generic[State, Adjoint]):
             n_steps = planner.n_steps if n_steps is None else n_steps
             memory = Budget(slots=planner.slots) if memory is None else memory
             costs = planner.costs if costs is None else costs
-        stages: StageCosts | None = None
         if isinstance(costs, StageCosts):
             _require_stages_alone(planner, durable, states)
             n_steps = len(costs.stages) if n_steps is None else n_steps
-            stages, costs = costs, None
         name = planner if isinstance(planner, str) else "given"
         n_steps = None if n_steps is None else require_steps(n_steps, name)
         run, kind = None, Layout
@@ -150,9 +145,12 @@ class Arguments(Generic[State, Adjoint]):
         resolved = planner_of(planner, n_steps)
         _require_states(states)
         budget, stores = _checked_budget(memory), _checked_stores(tiers)
-        costs = None if costs is None else _costs_on(stores, agreeing(costs, chain))
+        if isinstance(costs, Costs):
+            # Less those of a tier that they were measured with and that is not here now.
+            costs = agreeing(costs, chain)
+            costs = costs if stores else costs.without_tiers()
         # Unless the user has said otherwise.
-        said = states is not None or run is not None or stages is not None or costs is not None
+        said = states is not None or run is not None or costs is not None
         return cls(
             chain=chain,
             n_steps=n_steps,
@@ -161,7 +159,6 @@ class Arguments(Generic[State, Adjoint]):
             probed=stores if probed is None else (probed,),
             planner=resolved,
             costs=costs,
-            stages=stages,
             states=ArrayStates(chain.in_place, kind) if states is None else states,
             durable=run,
             checked=checked,
@@ -189,11 +186,6 @@ def _durable_run(
     _require_durable_alone(tiers, states)
     run = DurableRun(durable, every_s, label)
     return run, run.store
-
-
-def _costs_on(stores: tuple[Store, ...], costs: Costs) -> Costs:
-    """Return costs, less those of a tier that they were measured with and that is not here now."""
-    return costs if stores else costs.without_tiers()
 
 
 def chain_of(

@@ -12,6 +12,7 @@ from ..errors import ArgumentError, StateError, StoreError
 from ..execute.executor import Executor, without_frames
 from ..execute.ledger import Counts
 from ..execute.metered import LargerThanPlanned
+from ..model.stages import StageCosts
 from ..planners import Plan
 from ..report import Report, TierUse
 from ..support.progress import Bars
@@ -70,10 +71,8 @@ class Sweeps(Generic[State, Adjoint]):
         self._stopped = ""  # what stopped the last sweep before its first step, and where
         self.executor: Executor[State, Adjoint] | None = None
         self.steps: Uniform[State, Adjoint] | Unequal[State, Adjoint]
-        if given.stages is None:
-            self.steps = Uniform(given, self._opened, self.bars)
-        else:
-            self.steps = Unequal(given, self._opened, self.bars)
+        unequal = isinstance(given.costs, StageCosts)
+        self.steps = (Unequal if unequal else Uniform)(given, self._opened, self.bars)
 
     @property
     def plan(self) -> Plan | None:

@@ -138,8 +138,8 @@ class Unequal(Generic[State, Adjoint]):
                 "tier; leave tiers= out, or make tapes of which several may be held"
             )
         self._chain, self._n_steps, self._budget = chain, given.n_steps, given.budget
-        self._given = given.stages is not None
-        self.costs = given.stages
+        self.costs = given.costs if isinstance(given.costs, StageCosts) else None
+        self._given = self.costs is not None
         if self.costs is not None:
             assert given.n_steps is not None
             self.costs = agreeing(self.costs, chain, given.n_steps)

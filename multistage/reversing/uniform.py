@@ -75,10 +75,10 @@ class Uniform(Generic[State, Adjoint]):
 
     def __init__(self, given: Arguments[State, Adjoint], opened: OpenStores, bars: Bars) -> None:
         self._arguments, self._opened, self._bars = given, opened, bars
-        self.costs = given.costs
+        self._given = given.costs if isinstance(given.costs, Costs) else None
+        self.costs = self._given
         self.plan: Plan | None = None
         self.resumed: Resumed | None = None
-        self._sizes_given = given.costs is not None
         self._layout: Layout | None = None
         self._slots = 0
         self._stale = False  # the plan rests on costs that were seen to be others
@@ -130,7 +130,7 @@ class Uniform(Generic[State, Adjoint]):
         self._opened.open(self._arguments.stores, layout)
         if executor is None or self._needs_executor:
             executor = self._made_executor(self.costs)
-        elif not self._sizes_given and executor.tape_slots != self.costs.tape_slots:
+        elif self._given is None and executor.tape_slots != self.costs.tape_slots:
             executor.abort()
             executor = self._made_executor(self.costs)
         self._needs_executor = False
@@ -153,7 +153,7 @@ class Uniform(Generic[State, Adjoint]):
             self._layout, self.plan, self._needs_executor = layout, None, True
             self._first_tiers = ()
             self._opened.close_stores()
-            self.costs = None if given.costs is None else _of_states(given.costs, layout)
+            self.costs = None if self._given is None else _of_states(self._given, layout)
         if given.durable is not None:
             if executor is not None and given.durable.taken:
                 executor.abort()  # before its store is closed, which the sweep would call
@@ -168,7 +168,7 @@ class Uniform(Generic[State, Adjoint]):
         self._opened.begin()
         with Shield(up=True):  # or the folder might stay locked
             durable.attach(layout, self._arguments.n_steps, state)
-        if durable.costs is not None and not self._sizes_given:
+        if durable.costs is not None and self._given is None:
             self.costs, durable.costs = durable.costs, None
             self.plan = None
 
@@ -423,7 +423,7 @@ class Uniform(Generic[State, Adjoint]):
 
     def _correct_tapes(self, step: int, nbytes: int) -> None:
         """Correct measured costs by the tape of a step, which is larger than they say."""
-        if self._sizes_given:
+        if self._given is not None:
             return  # the executor continues with the tapes as they are
         assert self.costs is not None and self._layout is not None
         share = self.costs.state_bytes / self._layout.nbytes
