@@ -44,7 +44,6 @@ from multistage.torch.measurement.exploring import explore, untouched  # noqa: E
 from multistage.torch.measurement.measure import measure_stages  # noqa: E402
 from multistage.torch.planning import choosing  # noqa: E402
 from multistage.torch.planning.choosing import held_by_caller  # noqa: E402
-from multistage.torch.planning.limited import sends  # noqa: E402
 from multistage.torch.tensors.meter import Meter  # noqa: E402
 from multistage.torch.tiers import lane, tiered  # noqa: E402
 from multistage.torch.tiers.lane import Carried, ChainTier, TierLane  # noqa: E402
@@ -252,7 +251,7 @@ def test_a_chain_is_planned_again_after_a_detour() -> None:
     expected = [results(plain, plain, rows=ROWS) for _ in range(2)]
     model = sequential(MemoryStore(buffer_bytes=0))
     before = model.plan
-    assert sends(before)
+    assert before.writes
     with (
         said_late(lambda action: isinstance(action, Evict)),
         mock.patch.object(Stages, "_slower", lambda *_: 50.0),
@@ -264,7 +263,7 @@ def test_a_chain_is_planned_again_after_a_detour() -> None:
     with pytest.MonkeyPatch.context() as patch:  # nothing has arrived: as slow as it was said to be
         patch.setattr(tiered.Tiered, "_look", lambda _: (patched, patched))
         assert same(results(model, model, rows=ROWS), expected[1])
-    assert not sends(model.plan) and model.plan.given_up == 0
+    assert not model.plan.writes and model.plan.given_up == 0
     model.close()
 
 
@@ -285,7 +284,7 @@ def test_a_tier_that_never_answers_is_not_waited_for(
     assert model.plan.given_up > 0
     opened = used._tier._lane
     assert same(results(model, model, rows=ROWS), expected[1])  # planned again, and the tier left
-    assert not sends(model.plan) and used._tier.is_closing
+    assert not model.plan.writes and used._tier.is_closing
     used.clock = lambda: 1e9
     assert same(results(model, model, rows=ROWS), expected[2])  # nor is it measured again
     stuck, x = used.stuck_bytes, torch.randn(ROWS, 24, requires_grad=True)
@@ -309,7 +308,7 @@ def test_an_unused_tier_is_tried_again() -> None:
     model = sequential(MemoryStore(buffer_bytes=0), rho=1e6)
     used, now = model._multistage.tiered, [0.0]
     used.clock = lambda: now[0]
-    assert not sends(model.plan)
+    assert not model.plan.writes
     asked: list[float] = []
 
     def probed(slow: ChainTier, most: int) -> tuple[Tier, float]:
@@ -323,7 +322,7 @@ def test_an_unused_tier_is_tried_again() -> None:
         for second in (0.0, 49.0, 50.0, 51.0):
             now[0] = second
             results(model, model, rows=ROWS)
-    assert asked == [50.0] and sends(model.plan)
+    assert asked == [50.0] and model.plan.writes
     model.close()
 
 
@@ -337,6 +336,6 @@ def test_an_unused_tier_may_fail() -> None:
     tier.open(Layout.up_to(PAGE))  # of another
     with pytest.warns(CheckpointWarning, match="could not be measured again: .*another run"):
         assert same(results(model, model, rows=ROWS), expected)
-    assert not sends(model.plan)
+    assert not model.plan.writes
     tier.close()
     model.close()

@@ -24,7 +24,7 @@ from ..environment.states import tensors_in
 from ..measurement.measure import Profile
 from ..tensors.meter import free_bytes
 from ..tiers.tiered import Tiered
-from .limited import LimitedModule, is_plain, sends
+from .limited import LimitedModule, is_plain
 
 # A plan with a tier must be faster than one without by this factor: clocks are not exact,
 # and what is chosen for less is noise.
@@ -75,7 +75,7 @@ def chosen(
     except BudgetError:
         pass
     else:
-        if sends(best[1]) and best[1].makespan_s <= PAYS * plan.makespan_s:
+        if best[1].writes and best[1].makespan_s <= PAYS * plan.makespan_s:
             return best
         offloading = best[1].candidate(OFFLOADING)
     tiered.leave()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from ...actions import Put
 from ...model.stages import StageCosts
 from ...planners import Plan
 from ...planners.chain.heterogeneous import ChainPlanner
@@ -31,14 +30,9 @@ from ..tracing.captured import GraphStages
 _ROOMY = 4  # times what plain training was measured to take
 
 
-def sends(plan: Plan) -> bool:
-    """Whether a plan sends anything to a tier."""
-    return any(isinstance(action, Put) for action in plan.actions)
-
-
 def is_plain(plan: Plan) -> bool:
     """Whether a plan is plain training: nothing is run again, and nothing travels."""
-    return plan.keeps_all and not sends(plan)
+    return plan.keeps_all and not plan.writes
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,6 @@ from .limited import (
     names_of,
     replaced,
     run_plain,
-    sends,
     stages_of,
     use,
     whole,
@@ -184,22 +183,22 @@ def replanned(sequential: LimitedModule, planned: Planned, state: object) -> Pla
     """Return a plan for the rates that the tier was seen to have, if they are others now."""
     chain = sequential._multistage
     tiered, plan = chain.tiered, planned.plan
-    if tiered is None or is_collective(sequential) or (plan.keeps_all and not sends(plan)):
+    if tiered is None or is_collective(sequential) or (plan.keeps_all and not plan.writes):
         return planned
-    if not (tiered.drifted() if sends(plan) else tiered.forget()):
+    if not (tiered.drifted() if plan.writes else tiered.forget()):
         return planned
     began, limit = tiered.clock(), limit_of(sequential, state)
     try:
         _, found = chosen(sequential, [planned.profile], limit, together=False)
     except StoreError as error:
-        if sends(plan):
+        if plan.writes:
             raise
         tiered.looked(tiered.clock() - began)
         what = f"the tier is not used, and could not be measured again: {error}"
         warnings.warn(what, CheckpointWarning, stacklevel=2)
         return planned
     took_s = tiered.clock() - began
-    if sends(plan):
+    if plan.writes:
         tiered.planned(took_s)
         found = _worth_changing(plan, found, tiered)
     else:
@@ -212,7 +211,7 @@ def _worth_changing(plan: Plan, found: Plan, tiered: Tiered) -> Plan:
     """Return a new plan, or the old one as the rates seen make it, if that is hardly slower."""
     old = Plan.judged(plan.planner, plan.stage_costs, plan.memory_bytes, plan.actions, tiered.rates)
     old = replace(old, candidates=found.candidates)
-    return old if PAYS * old.makespan_s <= found.makespan_s and sends(found) else found
+    return old if PAYS * old.makespan_s <= found.makespan_s and found.writes else found
 
 
 # ------------------------------------------------------------------ what is held
@@ -231,7 +230,7 @@ def within_limit(sequential: LimitedModule, planned: Planned, state: object) -> 
     meter = Meter(device_of(sequential))
     for number in range(_MOST_PLANS):
         # What is on its way to a tier depends on the tier's speed.
-        if planned.is_roomy or sends(planned.plan):
+        if planned.is_roomy or planned.plan.writes:
             break
         held_bytes = _held_bytes(sequential, planned, state, meter)
         if held_bytes is None or not _exceeds(planned, held_bytes):

@@ -34,7 +34,6 @@ from .limited import (
     names_of,
     replaced,
     run_plain,
-    sends,
     stages_of,
 )
 
@@ -184,7 +183,7 @@ _MOST_PLANS = 4  # for each stage and input, if they are larger each time
 def _tier(sequential: LimitedModule, plan: Plan) -> ChainTier | None:
     """Return the tier that a plan sends to, None if it sends nothing."""
     tiered = sequential._multistage.tiered
-    if tiered is None or not sends(plan):
+    if tiered is None or not plan.writes:
         return None
     return tiered.tier(device_of(sequential), plan.memory_bytes)
 

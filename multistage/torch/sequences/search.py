@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...actions import Evict, Put, Reverse, Tape
+from ...actions import Evict, Reverse, Tape
 from ...backends.base import Store
 from ...errors import ArgumentError, BudgetError, StoreError
 from ...measurement.driver import action_seconds
@@ -368,7 +368,7 @@ class Unequal:
             plan = _streaming(costs, room, rates, by_name=by_name)
             if _pins(plan):
                 plan = _streaming(_with_inputs(costs), room, rates, by_name=by_name)
-        return self._entry(plan, "stream", cuts, buffers) if _writes(plan) else None
+        return self._entry(plan, "stream", cuts, buffers) if plan.writes else None
 
     def _streamed_cuts(self, recomputed: Sequence[Found]) -> Iterator[tuple[int, ...]]:
         if self._chunk is not None or not recomputed:
@@ -426,7 +426,7 @@ def longest(cuts: Sequence[int]) -> int:
 def _streaming(costs: StageCosts, room: int, rates: Tier, *, by_name: bool) -> Plan:
     """Return a plan with a tier; by name one that writes, if there is one.  Raises BudgetError."""
     plan = plan_chain(costs, max(1, room), tiers=rates, progress=False)
-    if by_name and not _writes(plan):
+    if by_name and not plan.writes:
         plan = _made_to_write(plan, room, rates) or plan
     return plan
 
@@ -458,10 +458,6 @@ def _with_inputs(costs: StageCosts) -> StageCosts:
     return replace(costs, stages=tuple(found))
 
 
-def _writes(plan: Plan) -> bool:
-    return any(isinstance(action, Put) for action in plan.actions)
-
-
 def _made_to_write(kept: Plan, room: int, rates: Tier) -> Plan | None:
     """Return a plan that writes though it does not pay, None if there is none."""
     free = replace(
@@ -471,7 +467,7 @@ def _made_to_write(kept: Plan, room: int, rates: Tier) -> Plan | None:
         limit = max(1, int(part * min(room, kept.peak_bytes)))
         with contextlib.suppress(BudgetError):
             plan = plan_chain(kept.stage_costs, limit, tiers=free, progress=False)
-            if _writes(plan):
+            if plan.writes:
                 plan = replace(plan, tiers=(rates,), memory_bytes=room)
                 use = plan.simulate()
                 return replace(plan, makespan_s=use.makespan_s, stall_s=use.stall_s)
