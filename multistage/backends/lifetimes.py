@@ -123,7 +123,9 @@ class Hold:
         return birth is not None and birth.foreign
 
     def _refused(self) -> StoreError:
-        return forked(f"tier {self.name!r}") if self.foreign else closed(self.name)
+        if self.foreign:
+            return forked(f"tier {self.name!r}")
+        return StoreError(f"tier {self.name!r} is closed; open() it first")
 
 
 def forked(what: str) -> StoreError:
@@ -132,11 +134,6 @@ def forked(what: str) -> StoreError:
         f"{what} cannot be used in a forked child, which has none of its threads; close it there "
         "and start again, or use the 'spawn' start method"
     )
-
-
-def closed(name: str) -> StoreError:
-    """Return the error of a store that is used while it is closed."""
-    return StoreError(f"tier {name!r} is closed; open() it first")
 
 
 def end(close: Callable[[], object], birth: Birth) -> None:
@@ -170,6 +167,8 @@ def end(close: Callable[[], object], birth: Birth) -> None:
 
 class Ending(Generic[Result]):
     """What ends something: when called, once its owner is gone, or at the interpreter's exit.
+
+    In the last two cases as `end` does: not in a forked child.
 
     Of one that was interrupted as its owner went, the rest is done when the next one is made.
 
@@ -205,11 +204,11 @@ class Ending(Generic[Result]):
         # which is called first, being the last one made.
         notes = weakref.ref(owner, _due.append)
         self._key = id(notes)
-        _endings[self._key] = close, (ends, notes)
+        _endings[self._key] = close, Birth.here(), (ends, notes)
 
     def __call__(self) -> Result | None:
-        """End it, unless that is done."""
-        return cast("Result | None", _end(self._key))
+        """End it here and now, unless that is done."""
+        return cast("Result | None", _end(self._key, lambda close, _: close()))
 
     @property
     def is_done(self) -> bool:
@@ -221,8 +220,9 @@ class Ending(Generic[Result]):
         _endings.pop(self._key, None)
 
 
-# In the order of their making: what ends each, and what notices that its owner is gone.
-_endings: dict[int, tuple[Callable[[], object], object]] = {}
+# In the order of their making: what ends each, where it was made, and what notices that its
+# owner is gone.
+_endings: dict[int, tuple[Callable[[], object], Birth, object]] = {}
 _due: deque[weakref.ref[object]] = deque()  # of those whose owners are gone
 
 
@@ -232,10 +232,10 @@ def _end_due(_owner: object = None) -> None:
             _end(id(_due.popleft()))
 
 
-def _end(key: int) -> object:
+def _end(key: int, way: Callable[[Callable[[], object], Birth], object] = end) -> object:
     with Shield(up=True):
-        close, _ = _endings.get(key, (None, None))
-        result = None if close is None else close()
+        found = _endings.get(key)
+        result = None if found is None else way(*found[:2])
         _endings.pop(key, None)
     return result
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
@@ -164,7 +163,7 @@ class RemoteObjects:
             else None
         )
         self._parts: dict[int, list[tuple[int, int]]] = {}  # slot -> where parts start and stop
-        self._remove = Ending(self, partial(_remove, filesystem, root, os.getpid()))
+        self._remove = Ending(self, partial(_remove, filesystem, root))
 
     def begin(self, slot: int, nbytes: int) -> None:
         """Do nothing: `write` makes the objects."""
@@ -328,10 +327,8 @@ def _remedy(error: Exception) -> str:
     return f"{said}; check the address and whether the server can be reached"
 
 
-def _remove(filesystem: AbstractFileSystem, root: str, owner: int) -> str:
+def _remove(filesystem: AbstractFileSystem, root: str) -> str:
     """Remove all below `root`; return what went wrong, if anything."""
-    if os.getpid() != owner:
-        return ""  # a forked child inherits the duty, but the objects are its parent's
     try:
         filesystem.invalidate_cache()
         if filesystem.exists(root):

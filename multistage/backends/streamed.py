@@ -42,7 +42,7 @@ from .arena import PAGE, landing_bytes, landing_pool, lines_of, pages, round_up,
 from .base import BaseStore, CheckpointLost, StoreStats, TransferRecord
 from .direct import DirectFile
 from .lanes import Lane
-from .lifetimes import Birth, Ending, Hold, end
+from .lifetimes import Birth, Ending, Hold
 from .medium import Hook, Medium, moves, warn_full
 from .plain import PlainStream, Setup
 
@@ -242,7 +242,7 @@ class StreamedStore(BaseStore):
                 f"tier {self.name!r} cannot be used: {error}; choose a folder that can be written"
             ) from error
         # From here on `close` gives everything back, and this once the store is dropped.
-        self._ending = Ending(self, partial(end, stream.close, Birth.here()))
+        self._ending = Ending(self, stream.close)
         try:
             stream.start()
         except (OSError, MemoryError, RuntimeError) as error:  # no memory, no thread

@@ -30,7 +30,6 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -39,7 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from ..backends.base import CheckpointLost, Store
-from ..backends.lifetimes import Birth, Ending, end
+from ..backends.lifetimes import Ending
 from ..backends.urls import Tiers, tier_names
 from ..errors import ArgumentError, MultistageError
 from ..states.layout import Layout
@@ -200,7 +199,7 @@ class SavedTensors:
         self._stays = {t.untyped_storage()._cdata: t for t in stays if is_plain(t.detach())}
         with Shield(up=True):  # what is open is also noted to be closed
             store.open(Layout.up_to(PAGE_BYTES))
-            Ending(self, partial(end, store.close, Birth.here()))
+            Ending(self, store.close)
         self._pager = Pager(store)
         self._lock = threading.RLock()
         self._next_number = 0

@@ -11,7 +11,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from multistage.backends import (
     Store,
     lifetimes,
 )
-from multistage.backends.lifetimes import Birth, Ending, _endings, end
+from multistage.backends.lifetimes import Ending, _endings
 from multistage.errors import ArgumentError, StoreError
 from multistage.execute.executor import Executor
 from multistage.model.chain import FunctionChain
@@ -450,7 +449,7 @@ def test_a_store_collected_in_another_thread_is_closed_in_a_new_thread() -> None
         stream.close()
 
     held[0]._ending.forget()
-    held[0]._ending = Ending(held[0], partial(end, noted, Birth.here()))
+    held[0]._ending = Ending(held[0], noted)
     other = threading.Thread(target=held.clear)
     other.start()
     other.join(60)
@@ -486,7 +485,7 @@ def test_an_ending_that_ctrl_c_met_is_made_up_for() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lifetimes, "_end", lambda key: None)  # as if interrupted before
         del other
-        lifetimes._due.append(_endings[due._key][1][1])  # type: ignore[index]
+        lifetimes._due.append(_endings[due._key][2][1])  # type: ignore[index]
     assert not due.is_done
     Ending(owner, int).forget()
     assert ended[2:] == ["due"] and due.is_done

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ...actions import Advance, EndForward, Load, Reverse, Schedule, Tape
 from ...backends.base import Store
-from ...backends.lifetimes import Birth, Ending, end
+from ...backends.lifetimes import Ending
 from ...errors import BudgetError, MultistageError
 from ...execute.executor import Executor
 from ...execute.late import EqualSteps, Late, Stages
@@ -331,7 +331,7 @@ class Sweep:
             if store is not None:
                 assert course.record is not None
                 store.open(course.record)
-            self._end = Ending(self, partial(_end, self._executor, store, Birth.here()))
+            self._end = Ending(self, partial(_end, self._executor, store))
 
     def close(self) -> None:
         """Forget the sweep; close the tier and give it back."""
@@ -379,13 +379,10 @@ class Sweep:
             return gradients
 
 
-def _end(executor: Executor[TensorState, Any], store: Store | None, birth: Birth) -> None:
-    def close() -> None:
-        executor.abort()
-        if store is not None:
-            store.close()
-
-    end(close, birth)
+def _end(executor: Executor[TensorState, Any], store: Store | None) -> None:
+    executor.abort()
+    if store is not None:
+        store.close()
 
 
 class _ThroughAutograd(torch.autograd.Function):

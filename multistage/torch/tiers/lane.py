@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...backends.base import Store
 from ...backends.lanes import Lane
-from ...backends.lifetimes import Birth, Ending, end, forked
+from ...backends.lifetimes import Birth, Ending, forked
 from ...errors import StoreError
 from ...states.layout import Layout
 from ...support.interrupts import Shield
@@ -398,7 +398,7 @@ class ChainTier:
         self.runs = 0  # that have something in it
         self.busier = 1.0  # how much longer the last sweep took than its thread computed
         self._lane: TierLane | None = None
-        self._ending: Ending[None] | None = None
+        self._ending: Ending[bool] | None = None
         self._lock = threading.RLock()  # a collection of garbage may close it meanwhile
         self._birth = Birth.here()
 
@@ -417,7 +417,7 @@ class ChainTier:
                     self._close(None)
                 with Shield(up=True):  # one that is open is known to be
                     lane = self._lane = TierLane(self.store, self.device, self.page_bytes)
-                    self._ending = Ending(self, partial(end, lane.close, Birth.here()))
+                    self._ending = Ending(self, lane.close)
             return lane
 
     @property
