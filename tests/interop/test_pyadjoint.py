@@ -140,14 +140,6 @@ def test_gradients_at_new_controls(problem: Any, name: str, at_first: bool) -> N
     assert found == gradients(problem, None, at_first=at_first)
 
 
-def test_store_all_as_published() -> None:
-    functional = reduced(kept_for_later, exported("store-all"))
-    functional(pyadjoint.AdjFloat(2.0))
-    slope = float(functional.derivative())
-    value = [float(functional(pyadjoint.AdjFloat(2.0 + h))) for h in (1e-4, -1e-4)]
-    assert np.isclose(slope, (value[0] - value[1]) / 2e-4)
-
-
 @pytest.mark.parametrize("name", sorted(set(PLANS) - {"store-all"}))
 def test_what_would_be_wrong_is_refused_before_the_first_step(name: str) -> None:
     with pytest.raises(ScheduleError, match="replayable=True"):
