@@ -195,46 +195,6 @@ def test_idle_slots_hold_states_the_tier_has_not_accepted() -> None:
     assert run.writes == 10 and run.peak_slots <= 10
 
 
-# Write and read seconds, slots, steps, of 1 s and 2 s; what each planner makes of it.
-# A planner may improve: then its number here falls, and its page says why.
-MAKESPANS = {
-    (4.0, 4.0, 5, 100): {
-        "streaming": 519.0,
-        "revolve": 666.0,
-        "pyrevolve": 666.0,
-        "interval": 527.0,
-        "online": 523.0,
-        "h-revolve": 625.0,
-        "disk-revolve": 625.0,
-        "periodic-disk": 625.0,
-        "stumm-walther": 641.0,
-        "mixed": 642.0,
-    },
-    (3.0, 9.0, 4, 60): {"streaming": 305.0, "interval": 318.0, "online": 308.0, "mixed": 383.0},
-    (9.0, 3.0, 6, 120): {
-        "streaming": 643.0,
-        "interval": 688.5,
-        "recursive": 791.0,
-        "online": 662.0,
-        "h-revolve": 751.0,
-        "periodic-disk": 752.0,
-        "stumm-walther": 753.0,
-        "mixed": 739.0,
-    },
-}
-
-
-@pytest.mark.parametrize("problem", MAKESPANS, ids=str)
-def test_no_planner_got_worse(problem: tuple[float, float, int, int]) -> None:
-    write_s, read_s, slots, n = problem
-    tier = Tier("slow", write_s, read_s)
-    costs = Costs(1.0, 2.0, tape_step_s=1.5, state_bytes=8, tape_bytes=16, tiers=(tier,))
-    for name, makespan_s in MAKESPANS[problem].items():
-        if name == "pyrevolve":
-            pytest.importorskip("pyrevolve")
-        assert PLANNERS[name](costs, slots, n).makespan_s == pytest.approx(makespan_s), name
-
-
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 20, 61])
 def test_online_finds_the_end_by_itself(n: int, slots: int) -> None:
