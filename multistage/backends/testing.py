@@ -73,14 +73,6 @@ class FaultyStore(WrapperStore):
         self.puts = self.writes = self.gets = 0
         self._doomed: set[int] = set()
 
-    def buffer_bytes(self, layout: Layout) -> int:
-        """Return what the inner store says."""
-        return self._inner.buffer_bytes(layout)
-
-    def capacity_states(self, layout: Layout) -> int | None:
-        """Return what the inner store says."""
-        return self._inner.capacity_states(layout)
-
     def open(self, layout: Layout) -> None:
         """Open the inner store; calls are counted again."""
         self._inner.open(layout)

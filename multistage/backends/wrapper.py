@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+from ..states.layout import Layout
 from .base import Store
 
 
@@ -84,6 +85,14 @@ class WrapperStore:
     def notes(self) -> list[str]:
         """Return what a report should say of the inner store."""
         return self._inner.notes()
+
+    def buffer_bytes(self, layout: Layout) -> int:
+        """Return what the inner store says."""
+        return self._inner.buffer_bytes(layout)
+
+    def capacity_states(self, layout: Layout) -> int | None:
+        """Return what the inner store says."""
+        return self._inner.capacity_states(layout)
 
     def ended(self, key: int, timeout_s: float) -> bool:
         """Wait for the inner store's write, no longer than so many seconds."""

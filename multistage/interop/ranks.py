@@ -360,14 +360,6 @@ class AgreedStore(WrapperStore):
         self._block_key, self._block_s = key, self._clock()
         self._block_writes, self._block_waited_s = 0, 0.0
 
-    def buffer_bytes(self, layout: Layout) -> int:
-        """Return what the inner store says."""
-        return self._inner.buffer_bytes(layout)
-
-    def capacity_states(self, layout: Layout) -> int | None:
-        """Return what the inner store says."""
-        return self._inner.capacity_states(layout)
-
     def check(self) -> None:
         """Do nothing: a rank that raised alone would leave the others waiting; see `open`."""
 

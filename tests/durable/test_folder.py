@@ -279,17 +279,12 @@ def summed(path: Path, **options: Any) -> bool:
     return np.array_equal(gradient(path, 9, **options), plain(9))
 
 
-def stopped(path: Path) -> None:
-    """Leave a run that was stopped in the reverse sweep."""
-    leave_broken(path, 9, 3)
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("what", [*STRANGE, "another run"])
 @pytest.mark.parametrize("name", ["last", "lock", "states-7", "probe-3", "adjoint-12", "adjoint-1"])
 def test_a_file_of_a_stranger_beside_a_run_stays(tmp_path: Path, name: str, what: str) -> None:
     path = tmp_path / "run"
-    stopped(path)
+    leave_broken(path, 9, 3)
     (path / name).unlink(missing_ok=True)
     if what == "another run":
         (path / name).write_bytes(encode(Kind.ADJOINT, b"r" * 16, b"", 3) + b"abc")
@@ -311,7 +306,7 @@ def test_a_file_of_a_stranger_beside_a_run_stays(tmp_path: Path, name: str, what
 def test_clean_leaves_a_file_of_a_stranger_beside_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped(tmp_path / "run")
+    leave_broken(tmp_path / "run", 9, 3)
     path = tmp_path / "run"
     for name in ("states-77", "thesis.tex", "tmp-last"):
         (path / name).write_text("...")
@@ -410,7 +405,7 @@ SYSTEMS_OWN = [".DS_Store", "._run", ".nfs0000000012af34000001", ".fuse_hidden00
 
 def test_files_of_the_system_do_not_block_a_resumed_run(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    stopped(path)
+    leave_broken(path, 9, 3)
     for name in SYSTEMS_OWN:
         (path / name).write_text("noise")
     assert inspect(path).resumable
