@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -257,7 +256,7 @@ class Cleaned:
         return "\n".join(lines)
 
 
-def _some(names: Sequence[str], most: int = 5) -> str:
+def _some(names: tuple[str, ...], most: int = 5) -> str:
     shown = ", ".join(repr(plain(name)) for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
