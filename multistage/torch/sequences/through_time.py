@@ -108,7 +108,8 @@ class Chunk:
     def take(self, found: tuple[int, list[Tensor]]) -> None:
         """Take t and the leaves of y of a step."""
         self.ys.append(found)
-        self._versions.extend([y._version for y in found[1]])
+        for y in found[1]:
+            self._versions.append(y._version)
         if self.collector is not None:
             self.collector.add(*found)
 
@@ -286,7 +287,8 @@ class ThroughTime:
         begun = graph_begins() if taped else 0
         chunk = Chunk(given, begun, not new, self.collector if new else None, watch)
         with contextlib.nullcontext() if watch is None else watch, self._refusing_writes(steps):
-            chunk.leaves = self._steps_run(chunk, k, chunk.take, taped=taped)
+            take = chunk.ys.append if again else chunk.take
+            chunk.leaves = self._steps_run(chunk, k, take, taped=taped)
         if not again:  # whose hooks are handed down when it is reversed
             self._hand_first_hooks_down(k, given)
         elif self.checksums is not None and self.checksums.differs(k, chunk.results):
