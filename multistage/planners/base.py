@@ -112,7 +112,7 @@ class Plan:
     ...         made.save(f"{folder}/plan.json")
     ...         print(made.summary(), Plan.load(f"{folder}/plan.json") == made)
     ... # doctest: +ELLIPSIS
-    plan revolve: 100 steps within 5 fast slots of 1 B: 442 s True
+    plan revolve: 100 steps within 5 fast slots of 1 B: 517 s True
     plan optimal: 12 stages within 195 B: ... True
     """
 

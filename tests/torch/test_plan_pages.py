@@ -48,7 +48,7 @@ def test_the_plan_of_a_chain(tmp_path: Path) -> None:
     model = mst.Sequential(layers, torch.randn(64, 32), memory=0.95)
     assert model.plan is not None
     model.plan.save(tmp_path / "c.html")
-    assert "0  0 Sequential" in (tmp_path / "c.html").read_text()
+    assert "0 Sequential" in (tmp_path / "c.html").read_text()
     assert "<svg" in model.plan._repr_html_()
 
 
