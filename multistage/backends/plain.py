@@ -1,4 +1,4 @@
-"""The same as `stream.py` where there is no C core: each state a transfer of its own, two threads.
+"""`streamed.Stream` where there is no C core: each state a transfer of its own, two threads.
 
 Simple, for machines without a compiler: no extents, so small states take long.
 """
@@ -95,7 +95,7 @@ class _Read:
 
 
 class PlainStream:
-    """The records of an open store; see `stream.Stream`, whose methods it has."""
+    """The records of an open store; see `streamed.Stream`, whose methods it has."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._medium = setup, setup.medium
