@@ -544,7 +544,7 @@ int64_t ms_stream_open(const stream_options_t *options, stream_t **stream)
     s->o = *options;
     s->view = options->view;
     s->view->buffer = -1;
-    s->room.most = s->o.most_bytes;
+    s->room.most = s->o.most_bytes < 0 ? -1 : s->o.most_bytes - s->o.most_bytes % PAGE;
     s->room.outside = s->o.outside != 0;
     s->records = malloc(RECORDS * sizeof *s->records);
     s->held = calloc((size_t)s->o.n_buffers + 1, sizeof *s->held);

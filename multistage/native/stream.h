@@ -35,7 +35,7 @@ typedef struct {
 
 typedef struct {
     int64_t fd;          /* of the file; not used with `outside` */
-    int64_t most_bytes;  /* of extents, in whole pages; negative: no limit */
+    int64_t most_bytes;  /* of extents, as many as are whole pages; negative: no limit */
     int64_t count;       /* records that share an extent; 1: of any size, an extent each */
     int64_t record_bytes, extent_bytes; /* of small ones; an extent is whole pages */
     int64_t depth;       /* writes of large records in flight */

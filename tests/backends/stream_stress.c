@@ -1,6 +1,6 @@
 /* Drives record streams without Python, for the sanitizers: small records and large ones, put,
- * cancelled, dropped, read ahead and behind their writes, in a file with little room, in one whose
- * writes fail now and then, and outside a file.  Exits 0 if every byte came back that was put. */
+ * cancelled, dropped, read ahead and behind their writes, in a file with little room, which is no
+ * whole number of pages and takes whole pages alone, in one whose writes fail now and then, and outside a file.  Exits 0 if every byte came back that was put. */
 #define _GNU_SOURCE
 #include "../../multistage/native/io_bytes.h"
 
@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 enum { KEYS = 40, TURNS = 4000, SMALL = 1000 / 64 * 64 + 64, COUNT = 5, LARGE = 5 * PAGE, CHUNK = 2 * PAGE };
-enum { EXTENT = 2 * PAGE, ROOM = 30 * LARGE, SLOTS = 4 * KEYS };
+enum { EXTENT = 2 * PAGE, ROOM = 80 * PAGE + 1800, SLOTS = 4 * KEYS };
 
 static char arena[6 * EXTENT] __attribute__((aligned(4096)));
 static char bounce[2 * CHUNK] __attribute__((aligned(4096)));
@@ -26,6 +26,11 @@ static int64_t failing_pwrite(int64_t fd, void *data, int64_t nbytes, int64_t po
         return -EIO;
     ssize_t done = pwrite((int)fd, data, (size_t)(nbytes > PAGE ? PAGE : nbytes), position);
     return done < 0 ? -errno : done;
+}
+
+static int64_t paged_pwrite(int64_t fd, void *data, int64_t nbytes, int64_t position)
+{
+    return nbytes % PAGE || position % PAGE ? -EINVAL : io_pwrite(fd, data, nbytes, position);
 }
 
 static int64_t outside_write(int64_t all, void *data, int64_t nbytes, int64_t position)
@@ -74,7 +79,7 @@ static int run(int fd, int64_t count, int64_t room, transfer_t *write_with, int 
     static stream_view_t view;
     static char source[KEYS][LARGE];
     int held[KEYS] = {0}, wrong = 0;
-    int64_t id = 0, reads = 0, read[KEYS] = {0}, nbytes = count > 1 ? SMALL : LARGE - 100, answer;
+    int64_t id = 0, reads = 0, read[KEYS] = {0}, answer;
     memset(&view, 0, sizeof view);
     stream_options_t o = {.fd = fd, .most_bytes = room, .count = count, .record_bytes = SMALL,
                           .extent_bytes = EXTENT, .depth = 3, .arena = arena, .landing = 3 * EXTENT,
@@ -90,6 +95,7 @@ static int run(int fd, int64_t count, int64_t room, transfer_t *write_with, int 
     srand(7);
     for (int turn = 0; turn < TURNS; turn++) {
         int key = rand() % KEYS, what = rand() % 8;
+        int64_t nbytes = count > 1 ? SMALL : (1 + key % 5) * PAGE - 100;
         if (what < 3 && !held[key]) {
             piece_t pieces[] = {{source[key], 0, 600}, {source[key] + 640, 640, nbytes - 640}};
             /* Those of a record that was dropped may still be read. */
@@ -125,7 +131,7 @@ static int run(int fd, int64_t count, int64_t room, transfer_t *write_with, int 
                                       : ms_stream_read(stream, key, read[key] = ++reads, landing[key]);
             char *found = count > 1 ? arena + answer * EXTENT + view.place * SMALL : landing[key];
             if (answer < 0)
-                wrong += !write_with, held[key] = 0;
+                wrong += write_with != failing_pwrite, held[key] = 0;
             else
                 wrong += !same(found, 600, source[key][0]) ||
                          !same(found + 640, nbytes - 640, source[key][0]);
@@ -148,7 +154,7 @@ int main(void)
     int fd = fileno(file), wrong = 0;
     for (int64_t count = 1; count <= COUNT; count += COUNT - 1) {
         wrong += run(fd, count, -1, NULL, 0);
-        wrong += run(fd, count, ROOM, NULL, 0);
+        wrong += run(fd, count, ROOM, paged_pwrite, 0);
         wrong += run(fd, count, -1, failing_pwrite, 0);
         wrong += run(fd, count, ROOM, NULL, 1);
     }
