@@ -274,6 +274,7 @@ class Transfers:
         It answers whether that is so.  None if the action does not wait.
         """
         if isinstance(action, Put):
+            self._require(action)
             return self._room(action)
         token = self._token_of(action)
         if token is None or (transfer := self._tokens[token]).failed:

@@ -216,7 +216,7 @@ class Plan:
 
     def schedule(self) -> Schedule:
         """Return a fresh schedule of this plan, for `check`, `simulate` and executors."""
-        return self.make()
+        return _each(self.actions) if self.actions else self.make()
 
     @property
     def sealed(self) -> bool:
@@ -238,8 +238,15 @@ class Plan:
 
     @property
     def slots(self) -> int:
-        """Fast slots that the plan may take, in states; of stages in the largest of them."""
-        assert self.memory_bytes is not None
+        """Fast slots that the plan may take, in states; of stages in the largest of them.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no limit.
+        """
+        if self.memory_bytes is None:
+            raise ArgumentError("the plan has no limit (memory_bytes=None), and so no slots")
         return self.memory_bytes // self.costs.largest_state_bytes
 
     @property
@@ -285,21 +292,32 @@ class Plan:
 
     @property
     def step_costs(self) -> Costs:
-        """The costs of a plan of equal steps."""
-        assert isinstance(self.costs, Costs)
+        """The costs of a plan of equal steps.  Raises ArgumentError for another plan."""
+        if not isinstance(self.costs, Costs):
+            raise ArgumentError(f"the plan is of {self.costs.UNIT}, which differ, not of steps")
         return self.costs
 
     @property
     def stage_costs(self) -> StageCosts:
-        """The costs of a plan of stages that differ."""
-        assert isinstance(self.costs, StageCosts)
+        """The costs of a plan of stages that differ.  Raises ArgumentError for another plan."""
+        if not isinstance(self.costs, StageCosts):
+            raise ArgumentError(
+                f"the plan is of {self.costs.UNIT} that are alike, not of stages; its schedule "
+                "is made as it is run, and says what is kept: plan.schedule()"
+            )
         return self.costs
+
+    @property
+    def _listed(self) -> tuple[Action, ...]:
+        """The actions of a plan of stages that differ.  Raises ArgumentError for another plan."""
+        _ = self.stage_costs
+        return self.actions
 
     @property
     def kept(self) -> tuple[int, ...]:
         """Stages whose tape is kept from the forward sweep on."""
-        stop = next((k for k, a in enumerate(self.actions) if isinstance(a, EndForward)), None)
-        return tuple(a.step for a in self.actions[:stop] if isinstance(a, Tape))
+        stop = next((k for k, a in enumerate(self._listed) if isinstance(a, EndForward)), None)
+        return tuple(a.step for a in self._listed[:stop] if isinstance(a, Tape))
 
     @property
     def keeps_all(self) -> bool:
@@ -310,7 +328,7 @@ class Plan:
         """Return how often each stage is run forward."""
         counts = [0] * self.n_steps
         taped: set[int] = set()
-        for action in self.actions:
+        for action in self._listed:
             if isinstance(action, Advance):
                 for i in range(action.start, action.stop):
                     counts[i] += 1
@@ -329,7 +347,7 @@ class Plan:
         so that it runs again from an earlier state.  A tape and the state it starts from may
         both be left, as in `tape to tier, input kept`.
         """
-        forward = list(itertools.takewhile(lambda a: not isinstance(a, Reverse), self.actions))
+        forward = list(itertools.takewhile(lambda a: not isinstance(a, Reverse), self._listed))
         saved = {a.step for a in forward if isinstance(a, Save)}
         sent = {a.step for a in forward if isinstance(a, Put) and not a.tape}
         tapes_sent = {a.step for a in forward if isinstance(a, Put) and a.tape}
@@ -585,7 +603,9 @@ class Plan:
         Raises
         ------
         ArgumentError
-            For another suffix.
+            For another suffix.  For `.json` and steps that are alike, of whose schedule a file
+            holds the planner's name alone: if the plan may not be what that planner makes, as
+            it was changed or is of a durable run.
         """
         self._pages.save_plan(self, path)
 

@@ -30,7 +30,7 @@ from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..support.progress import counting
 from ..support.units import format_seconds
-from ..support.values import several, shown, whole
+from ..support.values import MOST, several, shown, whole
 from .base import Plan, Planner, require_steps
 from .chain.at_once import ChainPlanner
 from .chain.joint_bound import joint_lower_bound
@@ -231,16 +231,15 @@ def read_plan(data: Mapping[str, object]) -> Plan:
         Naming the first action that is illegal or exceeds `memory_bytes`.
     """
     planner, memory = data["planner"], data["memory_bytes"]
-    memory = None if memory is None else whole(memory, "memory_bytes")
     if data["actions"]:
-        return _read_listed(data, memory)
+        return _read_listed(data, None if memory is None else whole(memory, "memory_bytes"))
     costs, n_steps = Costs.from_dict(data["costs"]), whole(data["n_steps"], "n_steps", 1)
     if not isinstance(planner, str) or planner not in PLANNERS:
         raise ArgumentError(
             f"planner {shown(planner)} is none of {', '.join(PLANNERS)}; "
             "its schedule is not in the file"
         )
-    slots = whole(memory, "memory_bytes") // costs.state_bytes
+    slots = whole(memory, "memory_bytes", most=MOST * costs.state_bytes) // costs.state_bytes
     if data.get("candidates"):
         found = plan(costs, f"{slots} slots", n_steps, progress=False)
         if found.planner == planner:

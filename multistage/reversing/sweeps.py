@@ -27,6 +27,10 @@ Adjoint = TypeVar("Adjoint")
 Drawn = Callable[[], Plan]  # a plan, made when it is asked for
 
 
+_THEY_DIFFER = (
+    "steps differ, and what they cost shows in a first sweep: forward(), then reverse(); or give "
+    "costs=StageCosts(...)"
+)
 _PREPARED = "; prepare(), with a state of another layout, has ended the sweep: call forward() again"
 
 
@@ -109,16 +113,18 @@ class Sweeps(Generic[State, Adjoint]):
         self._opened.require_own()
         try:
             steps = self.steps
-            self.executor = steps.prepare(state, self.executor)
+            try:
+                self.executor = steps.prepare(state, self.executor)
+            except StateError as error:
+                if steps.anew(error) is None:
+                    raise
+                raise ArgumentError(_THEY_DIFFER) from error
             if self._ready and not self.executor.stands:
                 self._ready, self._ended = False, _PREPARED
             self._drawn = None
             plan = steps.prospect()
             if plan is None:
-                raise ArgumentError(
-                    "steps differ, and what they cost shows in a first sweep: forward(), then "
-                    "reverse(); or give costs=StageCosts(...)"
-                )
+                raise ArgumentError(_THEY_DIFFER)
             self._draw(plan)
             return plan
         except BaseException:

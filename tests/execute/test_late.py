@@ -16,7 +16,7 @@ from leaving import StoppingStore, by_chance, said_late, tier_for
 from unequal_chains import Case
 
 from benchmarks import late_tier
-from multistage import Costs, Reversal, StageCosts, native
+from multistage import Costs, Reversal, StageCosts, native, plan
 from multistage.actions import (
     Action,
     Advance,
@@ -32,7 +32,7 @@ from multistage.actions import (
 )
 from multistage.backends import MemoryStore, Store
 from multistage.backends.testing import FaultyStore
-from multistage.errors import CheckpointWarning, StoreError
+from multistage.errors import CheckpointWarning, ScheduleError, StoreError
 from multistage.execute.executor import Executor
 from multistage.execute.late import EqualSteps, Late, Stages
 from multistage.execute.transfers import Transfers
@@ -74,6 +74,14 @@ def test_transfers_that_never_end_cost_nothing_but_time(name: str, stops: str, a
         assert not late or late.startswith("tier 'stopping' was late: from the ")
         assert ("Tier 'stopping' was late" in str(report)) == bool(late)
         assert report.counts.peak_slots <= 5
+
+
+def test_a_plan_for_more_tiers_than_there_are_is_refused() -> None:
+    tiers = Tier("small", 1e-4, 1e-4, capacity_states=2), Tier("large", 3e-4, 3e-4)
+    made = plan(replace(STREAMED, tiers=tiers), "2 slots", 30, "h-revolve")
+    run: Any = Reversal(CHAINS["large"][0](), planner=made, tiers="memory:")
+    with run, pytest.raises(ScheduleError, match="but there are 1 tiers"):
+        run.forward(CHAINS["large"][1]())
 
 
 @pytest.mark.parametrize("planner", ["disk-revolve", "h-revolve", "stumm-walther"])

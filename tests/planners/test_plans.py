@@ -17,6 +17,8 @@ from multistage.errors import ArgumentError, BudgetError, MultistageError, Sched
 from multistage.planners import pages
 from multistage.planners.chain.heterogeneous import memory_curve, smallest_memory
 from multistage.planners.chain.memory import use_of
+from multistage.planners.ranking import sealing
+from multistage.planners.streaming.online import durable_plan
 from tests.chain_schedules import MIXED, offload_all, small_chain
 
 COSTS = Costs(1.0, 2.0, state_bytes=64, tiers=(Tier("disk", 4.0, 3.0, capacity_states=40),))
@@ -198,6 +200,51 @@ def test_a_file_that_is_not_a_plan_is_refused(tmp_path: Path, text: str) -> None
     path.write_text(text)
     with pytest.raises(ArgumentError, match="plan"):
         Plan.load(path)
+
+
+def test_a_plan_whose_schedule_is_in_no_file_is_not_saved(tmp_path: Path) -> None:
+    path, made = tmp_path / "plan.json", plan(COSTS, "5 slots", 30)
+    changed = (
+        made.with_tier("write=1GB/s,read=1GB/s"),  # would be planned anew for that tier
+        replace(made, make=plan(COSTS, "4 slots", 30).make),
+        replace(made, planner="mine"),
+        sealing(durable_plan)(COSTS, 100, 50),  # writes states that streaming does not write
+    )
+    for other in changed:
+        with pytest.raises(ArgumentError, match=f"planner '{other.planner}' makes of these costs"):
+            other.save(path)
+        assert not path.exists()
+        other.save(tmp_path / "plan.html")
+
+
+def test_memory_beyond_all_bounds_comes_back_from_a_file(tmp_path: Path) -> None:
+    made = plan(Costs(1.0, 2.0, state_bytes=1 << 40), f"{1 << 40} slots", 30)
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made
+
+
+def test_the_schedule_of_stages_is_that_of_its_actions() -> None:
+    made = plan_chain(STAGES)
+    fewer = replace(made, actions=plan_chain(STAGES, 0.7).actions)
+    assert tuple(fewer.schedule()) == fewer.actions != tuple(made.schedule())
+
+
+@pytest.mark.parametrize("name", ["stage_costs", "plain_s", "plain_bytes", "kept", "keeps_all"])
+def test_what_only_stages_have_is_refused_of_steps_that_are_alike(name: str) -> None:
+    made = plan(COSTS, "5 slots", 30)
+    with pytest.raises(ArgumentError, match="of steps that are alike, not of stages"):
+        getattr(made, name)
+    for method in (made.runs, made.fates):
+        with pytest.raises(ArgumentError, match="of steps that are alike, not of stages"):
+            method()
+
+
+def test_what_only_some_plans_of_stages_have_is_refused() -> None:
+    made = plan_chain(STAGES)
+    with pytest.raises(ArgumentError, match="of stages, which differ"):
+        _ = made.step_costs
+    with pytest.raises(ArgumentError, match="has no limit"):
+        _ = made.slots
 
 
 seconds = st.floats(0.0, 1e3, allow_subnormal=False)

@@ -57,6 +57,23 @@ def swept(run: Reversal[Any, int], case: Case) -> tuple[bytes, int]:
     return last, run.reverse(1)
 
 
+def test_steps_in_place_that_differ_are_not_prepared_before_a_sweep() -> None:
+    points = [4, 9, 4]
+
+    def forward(state: dict[str, Any], start: int, stop: int) -> None:
+        for i in range(start, stop):
+            state["u"] = np.resize(np.sin(state["u"]), points[i + 1])
+
+    def back(state: dict[str, Any], a: Any, i: int) -> Any:
+        return np.resize(a, points[i]) * np.cos(state["u"])
+
+    with Reversal(InPlaceChain(forward, back), n_steps=2, memory="2 slots") as run:
+        with pytest.raises(ArgumentError, match=r"steps differ, .* costs=StageCosts"):
+            run.prepare({"u": np.ones(4)})
+        run.forward({"u": np.ones(4)})
+        assert run.reverse(np.ones(4)).shape == (4,)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [1, 2, 12])
 def test_costs_given_all_budgets_give_the_bits_of_store_all(kind: str, n: int) -> None:
