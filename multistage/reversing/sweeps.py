@@ -113,12 +113,7 @@ class Sweeps(Generic[State, Adjoint]):
         self._opened.require_own()
         try:
             steps = self.steps
-            try:
-                self.executor = steps.prepare(state, self.executor)
-            except StateError as error:
-                if steps.anew(error) is None:
-                    raise
-                raise ArgumentError(_THEY_DIFFER) from error
+            self.executor = steps.prepare(state, self.executor)
             if self._ready and not self.executor.stands:
                 self._ready, self._ended = False, _PREPARED
             self._drawn = None
@@ -127,8 +122,10 @@ class Sweeps(Generic[State, Adjoint]):
                 raise ArgumentError(_THEY_DIFFER)
             self._draw(plan)
             return plan
-        except BaseException:
+        except BaseException as error:
             self.end(keep=True)
+            if isinstance(error, StateError) and self.steps.anew(error) is not None:
+                raise ArgumentError(_THEY_DIFFER) from error
             raise
 
     def forward(self, state: State, until: Callable[[State, int], bool] | None = None) -> State:

@@ -15,14 +15,7 @@ import pytest
 from chains import raw
 from unequal_chains import KINDS, Case
 
-from multistage import (
-    Budget,
-    Costs,
-    FunctionChain,
-    InPlaceChain,
-    Reversal,
-    StageCosts,
-)
+from multistage import Budget, Costs, FunctionChain, InPlaceChain, Reversal, StageCosts
 from multistage.backends import FileStore, MemoryStore, Store
 from multistage.backends.testing import FaultyStore
 from multistage.errors import (
@@ -58,20 +51,11 @@ def swept(run: Reversal[Any, int], case: Case) -> tuple[bytes, int]:
 
 
 def test_steps_in_place_that_differ_are_not_prepared_before_a_sweep() -> None:
-    points = [4, 9, 4]
-
-    def forward(state: dict[str, Any], start: int, stop: int) -> None:
-        for i in range(start, stop):
-            state["u"] = np.resize(np.sin(state["u"]), points[i + 1])
-
-    def back(state: dict[str, Any], a: Any, i: int) -> Any:
-        return np.resize(a, points[i]) * np.cos(state["u"])
-
-    with Reversal(InPlaceChain(forward, back), n_steps=2, memory="2 slots") as run:
+    case = Case(4, "in-place", 12)
+    with Reversal(case.chain(), n_steps=12, memory="2 slots") as run:
         with pytest.raises(ArgumentError, match=r"steps differ, .* costs=StageCosts"):
-            run.prepare({"u": np.ones(4)})
-        run.forward({"u": np.ones(4)})
-        assert run.reverse(np.ones(4)).shape == (4,)
+            run.prepare(case.start())
+        assert swept(run, case) == case.store_all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
