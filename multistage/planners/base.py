@@ -238,13 +238,7 @@ class Plan:
 
     @property
     def slots(self) -> int:
-        """Fast slots that the plan may take, in states; of stages in the largest of them.
-
-        Raises
-        ------
-        ArgumentError
-            If there is no limit.
-        """
+        """Fast slots that the plan may take, in states; of stages in the largest of them."""
         if self.memory_bytes is None:
             raise ArgumentError("the plan has no limit (memory_bytes=None), and so no slots")
         return self.memory_bytes // self.costs.largest_state_bytes
@@ -294,30 +288,22 @@ class Plan:
     def step_costs(self) -> Costs:
         """The costs of a plan of equal steps.  Raises ArgumentError for another plan."""
         if not isinstance(self.costs, Costs):
-            raise ArgumentError(f"the plan is of {self.costs.UNIT}, which differ, not of steps")
+            raise ArgumentError("the plan is of stages that differ, not of steps that are alike")
         return self.costs
 
     @property
     def stage_costs(self) -> StageCosts:
         """The costs of a plan of stages that differ.  Raises ArgumentError for another plan."""
         if not isinstance(self.costs, StageCosts):
-            raise ArgumentError(
-                f"the plan is of {self.costs.UNIT} that are alike, not of stages; its schedule "
-                "is made as it is run, and says what is kept: plan.schedule()"
-            )
+            raise ArgumentError("the plan is of steps that are alike, not of stages that differ")
         return self.costs
-
-    @property
-    def _listed(self) -> tuple[Action, ...]:
-        """The actions of a plan of stages that differ.  Raises ArgumentError for another plan."""
-        _ = self.stage_costs
-        return self.actions
 
     @property
     def kept(self) -> tuple[int, ...]:
         """Stages whose tape is kept from the forward sweep on."""
-        stop = next((k for k, a in enumerate(self._listed) if isinstance(a, EndForward)), None)
-        return tuple(a.step for a in self._listed[:stop] if isinstance(a, Tape))
+        _ = self.stage_costs  # or no action is listed
+        stop = next((k for k, a in enumerate(self.actions) if isinstance(a, EndForward)), None)
+        return tuple(a.step for a in self.actions[:stop] if isinstance(a, Tape))
 
     @property
     def keeps_all(self) -> bool:
@@ -326,9 +312,9 @@ class Plan:
 
     def runs(self) -> list[int]:
         """Return how often each stage is run forward."""
-        counts = [0] * self.n_steps
+        counts = [0] * len(self.stage_costs.stages)
         taped: set[int] = set()
-        for action in self._listed:
+        for action in self.actions:
             if isinstance(action, Advance):
                 for i in range(action.start, action.stop):
                     counts[i] += 1
@@ -347,7 +333,7 @@ class Plan:
         so that it runs again from an earlier state.  A tape and the state it starts from may
         both be left, as in `tape to tier, input kept`.
         """
-        forward = list(itertools.takewhile(lambda a: not isinstance(a, Reverse), self._listed))
+        forward = list(itertools.takewhile(lambda a: not isinstance(a, Reverse), self.actions))
         saved = {a.step for a in forward if isinstance(a, Save)}
         sent = {a.step for a in forward if isinstance(a, Put) and not a.tape}
         tapes_sent = {a.step for a in forward if isinstance(a, Put) and a.tape}
@@ -603,17 +589,12 @@ class Plan:
         Raises
         ------
         ArgumentError
-            For another suffix.  For `.json` and steps that are alike, of whose schedule a file
-            holds the planner's name alone: if the plan may not be what that planner makes, as
-            it was changed or is of a durable run.
+            For another suffix; for steps that are alike and `.json`, which holds no schedule of
+            theirs: if it may not be its planner's, as the plan was changed or is of a durable run.
         """
         self._pages.save_plan(self, path)
 
-    def picture(
-        self,
-        path: str | Path,
-        what: Subject = "schedule",
-    ) -> None:
+    def picture(self, path: str | Path, what: Subject = "schedule") -> None:
         """Draw the plan to a file; the suffix chooses the format.
 
         Parameters

@@ -359,20 +359,13 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     if Path(path).suffix.lower() == ".html":
         save_text(path, html=document(f"Plan: {plan.title}", plan_parts(plan)))
         return
-    data = plan.to_dict()
-    if Path(path).suffix.lower() == ".json" and not plan.actions:
-        _require_planned(plan, data)
+    data, known = plan.to_dict(), plan.planner in PLANNERS and plan.sealed
+    if not plan.actions and not (known and read_plan(data) == plan):
+        raise ArgumentError(
+            f"the schedule may not be what planner {plan.planner!r} makes of these costs, and of "
+            "steps that are alike a file has none; save a plan as it was planned, or a page (.html)"
+        )
     save_text(path, html="", json=json.dumps(data, indent=2) + "\n")
-
-
-def _require_planned(plan: Plan, data: Mapping[str, object]) -> None:
-    """Raise ArgumentError for a schedule that a file does not hold, as it is made elsewhere."""
-    if plan.planner in PLANNERS and plan.sealed and read_plan(data) == plan:
-        return
-    raise ArgumentError(
-        f"the schedule may not be what planner {plan.planner!r} makes of these costs, and a file "
-        "holds none of steps that are alike; save a plan as it was planned, or a page (.html)"
-    )
 
 
 def save_run(plan: Plan, run: Simulation, path: str | Path) -> None:

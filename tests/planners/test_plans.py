@@ -73,6 +73,7 @@ def in_files() -> dict[str, Plan]:
         "chain": plan_chain(costs, 0.4),
         "chain and tier": plan_chain(costs, 0.4, tiers=tier),
         "segments": plan_chain(costs, planner="periodic"),
+        "beyond": plan(Costs(1.0, 2.0, state_bytes=1 << 40), f"{1 << 40} slots", 30),
     }
 
 
@@ -156,11 +157,7 @@ OF_STAGES = [
     (lambda data: data["actions"].insert(0, ["Tape"]), ArgumentError, "must have the values"),
     (lambda data: data["actions"].insert(0, ["Tape", -1]), ArgumentError, "step=-1"),
     (lambda data: data["actions"].insert(0, ["Put", 0, 0, 1]), ArgumentError, "tape=1 must be"),
-    (
-        lambda data: data["actions"].insert(0, ["Advance", 0, 1 << 39]),
-        ScheduleError,
-        r"^action 0",
-    ),
+    (lambda data: data["actions"].insert(0, ["Advance", 0, 1 << 39]), ScheduleError, r"^action 0"),
 ]
 
 
@@ -203,48 +200,27 @@ def test_a_file_that_is_not_a_plan_is_refused(tmp_path: Path, text: str) -> None
 
 
 def test_a_plan_whose_schedule_is_in_no_file_is_not_saved(tmp_path: Path) -> None:
-    path, made = tmp_path / "plan.json", plan(COSTS, "5 slots", 30)
-    changed = (
-        made.with_tier("write=1GB/s,read=1GB/s"),  # would be planned anew for that tier
-        replace(made, make=plan(COSTS, "4 slots", 30).make),
-        replace(made, planner="mine"),
-        sealing(durable_plan)(COSTS, 100, 50),  # writes states that streaming does not write
-    )
-    for other in changed:
+    made, durable = plan(COSTS, "5 slots", 30), sealing(durable_plan)(COSTS, 100, 50)
+    for other in (made.with_tier("write=1GB/s"), replace(made, planner="mine"), durable):
         with pytest.raises(ArgumentError, match=f"planner '{other.planner}' makes of these costs"):
-            other.save(path)
-        assert not path.exists()
+            other.save(tmp_path / "plan.json")
         other.save(tmp_path / "plan.html")
-
-
-def test_memory_beyond_all_bounds_comes_back_from_a_file(tmp_path: Path) -> None:
-    made = plan(Costs(1.0, 2.0, state_bytes=1 << 40), f"{1 << 40} slots", 30)
-    made.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == made
+    assert not (tmp_path / "plan.json").exists()
 
 
 def test_the_schedule_of_stages_is_that_of_its_actions() -> None:
-    made = plan_chain(STAGES)
-    fewer = replace(made, actions=plan_chain(STAGES, 0.7).actions)
-    assert tuple(fewer.schedule()) == fewer.actions != tuple(made.schedule())
+    made, fewer = plan_chain(STAGES), plan_chain(STAGES, 0.7)
+    assert tuple(replace(made, actions=fewer.actions).schedule()) == fewer.actions != made.actions
 
 
-@pytest.mark.parametrize("name", ["stage_costs", "plain_s", "plain_bytes", "kept", "keeps_all"])
-def test_what_only_stages_have_is_refused_of_steps_that_are_alike(name: str) -> None:
-    made = plan(COSTS, "5 slots", 30)
-    with pytest.raises(ArgumentError, match="of steps that are alike, not of stages"):
-        getattr(made, name)
-    for method in (made.runs, made.fates):
+def test_what_only_plans_of_the_other_kind_have_is_refused() -> None:
+    steps, stages = plan(COSTS, "5 slots", 30), plan_chain(STAGES)
+    for ask in (steps.runs, steps.fates, lambda: steps.kept, lambda: steps.plain_s):
         with pytest.raises(ArgumentError, match="of steps that are alike, not of stages"):
-            method()
-
-
-def test_what_only_some_plans_of_stages_have_is_refused() -> None:
-    made = plan_chain(STAGES)
-    with pytest.raises(ArgumentError, match="of stages, which differ"):
-        _ = made.step_costs
-    with pytest.raises(ArgumentError, match="has no limit"):
-        _ = made.slots
+            ask()
+    for one in (lambda: stages.step_costs, lambda: stages.slots):
+        with pytest.raises(ArgumentError, match=r"not of steps|has no limit"):
+            one()
 
 
 seconds = st.floats(0.0, 1e3, allow_subnormal=False)
@@ -302,10 +278,7 @@ def test_plans_of_both_kinds_come_back_and_are_as_they_were_predicted(made: Plan
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: plan(COSTS, "5 slots", 20),
-        lambda: plan_chain(STAGES, 0.7, tiers="write=9B/s"),
-    ],
+    [lambda: plan(COSTS, "5 slots", 20), lambda: plan_chain(STAGES, 0.7, tiers="write=9B/s")],
     ids=["uniform", "chain"],
 )
 def test_both_kinds_of_plans_have_the_same_interface(
