@@ -174,11 +174,7 @@ class Report:
         rows = [
             ("makespan", format_seconds(plan.makespan_s), format_seconds(self.makespan_s)),
             ("recompute factor", f"{plan.recompute_factor:.3f}", factor),
-            (
-                "peak fast memory",
-                format_bytes(plan.peak_bytes),
-                format_bytes(self.peak_fast_bytes),
-            ),
+            ("peak fast memory", format_bytes(plan.peak_bytes), format_bytes(self.peak_fast_bytes)),
             ("states written", f"{plan.writes}", f"{counts.writes}"),
             ("states read", f"{plan.reads}", f"{counts.reads}"),
             (
@@ -345,11 +341,7 @@ class Report:
                 f"{self.recompute_factor:.3f}" if self.complete else "-",
                 f"predicted {plan.recompute_factor:.3f}",
             ),
-            (
-                "peak fast memory",
-                format_bytes(self.peak_fast_bytes),
-                f"of {plan.room}",
-            ),
+            ("peak fast memory", format_bytes(self.peak_fast_bytes), f"of {plan.room}"),
             ("states written, read", f"{counts.writes}, {counts.reads}", "to and from slow tiers"),
             (
                 "stalls",

@@ -16,12 +16,7 @@ from chains import TAPED as TAPED_CHAINS
 
 from multistage.backends import FileStore, MemoryStore, Store
 from multistage.backends.testing import FaultyStore
-from multistage.errors import (
-    ArgumentError,
-    BudgetError,
-    CheckpointWarning,
-    StateError,
-)
+from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, StateError
 from multistage.measurement.seen import drifted
 from multistage.model.budget import Budget
 from multistage.model.chain import FunctionChain, InPlaceChain

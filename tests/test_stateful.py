@@ -33,16 +33,7 @@ from hypothesis.stateful import (
 )
 from leaks import descriptors, native_threads
 
-from multistage import (
-    Budget,
-    Costs,
-    FunctionChain,
-    InPlaceChain,
-    Plan,
-    Report,
-    Reversal,
-    Tier,
-)
+from multistage import Budget, Costs, FunctionChain, InPlaceChain, Plan, Report, Reversal, Tier
 from multistage.errors import ArgumentError, MultistageError, StateError
 
 N = 11

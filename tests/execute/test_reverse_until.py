@@ -13,15 +13,7 @@ import optree
 import pytest
 from chains import CHAINS, TAPED, raw, store_all
 
-from multistage.actions import (
-    Action,
-    Advance,
-    Answer,
-    EndForward,
-    Reverse,
-    Save,
-    Schedule,
-)
+from multistage.actions import Action, Advance, Answer, EndForward, Reverse, Save, Schedule
 from multistage.backends import MemoryStore, Store
 from multistage.backends.testing import FaultyStore
 from multistage.errors import CheckpointWarning, MultistageError, ScheduleError

@@ -9,11 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks._published import corrected_factor, printed_factor
-from multistage.actions import (
-    Offer,
-    Put,
-    Save,
-)
+from multistage.actions import Offer, Put, Save
 from multistage.errors import ArgumentError, BudgetError
 from multistage.model.costs import NOT_KEPT, Costs
 from multistage.model.tier import Tier

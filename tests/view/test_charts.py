@@ -32,12 +32,7 @@ from multistage.actions import (
 )
 from multistage.errors import ArgumentError, BudgetError
 from multistage.planners import PLANNERS
-from multistage.planners.pages import (
-    MOST_STEPS,
-    course_of,
-    plan_chart,
-    schedule_chart,
-)
+from multistage.planners.pages import MOST_STEPS, course_of, plan_chart, schedule_chart
 from multistage.planners.ranking import trade_off
 from multistage.view import save_chart
 from multistage.view.chart import (

@@ -280,12 +280,7 @@ def least_memory(costs: StageCosts, planner: ChainPlanner = "optimal") -> int:
     return least + costs.input_bytes
 
 
-def beside(
-    best: Plan,
-    rates: Tier,
-    without: Plan | None,
-    offloading: Plan | None = None,
-) -> Plan:
+def beside(best: Plan, rates: Tier, without: Plan | None, offloading: Plan | None = None) -> Plan:
     """Return a plan with a tier beside those without it and with every tape sent there."""
     best, rivals = replace(best, tiers=(rates,)), {NO_TIER: without, OFFLOADING: offloading}
     candidates = [

@@ -94,14 +94,7 @@ class _Waits:
 class Dual:
     """The dual of one chain, at any prices."""
 
-    def __init__(
-        self,
-        true: Sizes,
-        room: int,
-        rates: Tier,
-        slots: int,
-        threads: int,
-    ) -> None:
+    def __init__(self, true: Sizes, room: int, rates: Tier, slots: int, threads: int) -> None:
         self.true, self.room, self.rates, self.slots = true, room, rates, slots
         self.unit = room / slots
         self.threads = threads
