@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 
 from multistage import Costs, Reversal, Tier
-from multistage.demos.lstm import (
-    LSTM,
-    State,
-    build,
-    encode,
-    gradients_of,
-    standard_library,
-)
+from multistage.demos.lstm import LSTM, State, build, encode, gradients_of, standard_library
 from multistage.errors import ArgumentError
 from multistage.states.layout import Array
 

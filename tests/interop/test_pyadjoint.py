@@ -94,14 +94,7 @@ PROBLEMS = [
     two_levels,
     observed,
 ]
-PLANS = {
-    "store-all": 9,
-    "revolve": 2,
-    "online": 3,
-    "mixed": 3,
-    "periodic": 4,
-    "recursive": 3,
-}
+PLANS = {"store-all": 9, "revolve": 2, "online": 3, "mixed": 3, "periodic": 4, "recursive": 3}
 
 
 def reduced(problem: Callable[..., Any], schedule: Any) -> Any:

@@ -16,12 +16,7 @@ import pytest
 from leaks import native_threads
 
 from multistage.backends import codecs
-from multistage.errors import (
-    ArgumentError,
-    BudgetError,
-    StateError,
-    StoreError,
-)
+from multistage.errors import ArgumentError, BudgetError, StateError, StoreError
 from multistage.interop import pyrevolve as ours
 from multistage.interop.pyrevolve import compression, storage
 from multistage.model.costs import Costs

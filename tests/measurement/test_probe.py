@@ -7,6 +7,7 @@ import warnings
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -186,6 +187,25 @@ def test_a_store_that_fails_can_be_measured() -> None:
         store = FaultyStore(MemoryStore(), **faults)
         tier = probe_store(store, Layout.of(np.zeros(1000)), seconds=0.02)
         assert tier.write_s > 0
+
+
+def test_a_store_that_answers_slowly_is_not_measured_for_long(monkeypatch: Any) -> None:
+    """States are small here, and thousands of them fit into what a store buffers."""
+    clock = mock.Mock(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr("multistage.measurement.store.time", clock)
+
+    class Slow(MemoryStore):
+        def wait_written(self, key: int) -> bool:
+            clock.now += 0.1
+            return super().wait_written(key)
+
+        def get(self, key: int) -> list[Any]:
+            clock.now += 0.2
+            return super().get(key)
+
+    tier = probe_store(Slow(), Layout.of(np.zeros(10)), seconds=1.0)
+    assert (tier.write_s, tier.read_s) == (pytest.approx(0.1), pytest.approx(0.2))
+    assert clock.now < 3.0
 
 
 def test_paths(tmp_path: Path) -> None:
