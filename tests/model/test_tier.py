@@ -137,7 +137,7 @@ def test_a_tier_of_states_alone_is_sent_no_tapes() -> None:
     with pytest.raises(ScheduleError, match=f"action {first}: Put.* takes states alone"):
         made.simulate(tiers="write=20B/s,states-only")
     data = made.to_dict()
-    data["tier"]["tapes"] = False
+    data["tiers"][0]["tapes"] = False
     with pytest.raises(ScheduleError, match=f"action {first}: Put.* takes states alone"):
         Plan.from_dict(data)
     states = plan_chain(costs, 0.3, tiers="write=20B/s,states-only")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 import json
 import re
 import signal
@@ -145,27 +143,6 @@ def test_at_any_moment(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [name, 8, []]
-
-
-def test_ctrl_c_while_a_folder_is_tried_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It reaches the caller, which a finalizer's exception does not, and all else is undone."""
-    from multistage.backends import FileStore, private
-
-    discard, calls = private._discard, itertools.count()
-
-    def interrupted_once(name: str, place: int) -> None:
-        if not next(calls):
-            raise KeyboardInterrupt
-        discard(name, place)
-
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    monkeypatch.setattr(private, "_discard", interrupted_once)
-    with pytest.raises(KeyboardInterrupt):
-        FileStore(tmp_path).check()
-    gc.collect()  # what was interrupted, which its traceback held: its finalizer does the rest
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 COMMAND = """
