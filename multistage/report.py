@@ -157,9 +157,9 @@ class Report:
         return self.counts.forward_steps / max(1, self.counts.reverse_steps)
 
     @property
-    def peak_fast_bytes(self) -> float:
+    def peak_fast_bytes(self) -> int:
         """Bytes of fast memory taken by checkpoints at the peak."""
-        return self.counts.peak_slots * self.assumed.state_bytes
+        return round(self.counts.peak_slots * self.assumed.state_bytes)
 
     @property
     def prediction_error(self) -> float:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,8 @@ def test_a_report_sets_measured_beside_predicted() -> None:
     assert report.makespan_s > 0
     assert report.recompute_factor == report.counts.forward_steps / 60
     assert report.peak_fast_bytes <= 8 * 832
+    counts = replace(report.counts, peak_slots=math.nextafter(7.0, 8.0))
+    assert replace(report, counts=counts).peak_fast_bytes == 7 * 832  # a whole number of bytes
     data = json.loads(report.to_json())
     assert data["measured"]["makespan_s"] == report.makespan_s
     assert data["predicted"]["makespan_s"] == report.plan.makespan_s
