@@ -333,22 +333,23 @@ class _Compressed:
         self._inner.free(slot)
 
     def write(self, slot: int, offset: int, data: Array) -> None:
-        before = self._pieces[slot] if offset else ()
-        at = before[-1].at + round_up(before[-1].stored_bytes) if before else 0
-        payload = self._codec.encode(data)
-        encoded = payload is not None and round_up(len(payload)) < len(data)
-        # Of what the codec returned, not of the buffer: behind zfp no other checksum would
-        # see that the buffer holds something else.
-        content = np.frombuffer(payload, np.uint8) if encoded and payload else data
-        checksum = xxhash.xxh3_64_intdigest(content.data)
-        if encoded:
-            self._out[: len(content)] = content
-        whole = self._out[: round_up(len(content))] if encoded else data
-        piece = _Piece(offset, offset + len(data), at, len(content), checksum, encoded)
-        self._pieces[slot] = (*before, piece)
-        self._inner.write(slot, at, whole)
-        self._raw_bytes += len(data)
-        self._stored_bytes += len(whole)
+        # More than a piece where a cascade moves an extent down.
+        for start in range(offset, offset + len(data), len(self._out)):
+            part, before = data[start - offset :][: len(self._out)], self._pieces[slot]
+            at = before[-1].at + round_up(before[-1].stored_bytes) if before else 0
+            payload = self._codec.encode(part)
+            encoded = payload is not None and round_up(len(payload)) < len(part)
+            # Not of the buffer: behind zfp no other checksum would see that it was changed.
+            content = np.frombuffer(payload, np.uint8) if encoded and payload else part
+            checksum = xxhash.xxh3_64_intdigest(content.data)
+            if encoded:
+                self._out[: len(content)] = content
+            whole = self._out[: round_up(len(content))] if encoded else part
+            piece = _Piece(start, start + len(part), at, len(content), checksum, encoded)
+            self._pieces[slot] = (*before, piece)
+            self._inner.write(slot, at, whole)
+            self._raw_bytes += len(part)
+            self._stored_bytes += len(whole)
 
     def read(self, slot: int, data: Array) -> None:
         pieces = [piece for piece in self._pieces.get(slot, ()) if piece.start < len(data)]
