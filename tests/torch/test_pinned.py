@@ -81,6 +81,17 @@ def test_contract(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_state_that_is_put_again_takes_the_place_of_the_first() -> None:
+    store: Any = PinnedStore(None, CPU)
+    store.open(Layout.of((_line(0, 64),)))
+    try:
+        assert all(store.put(3, [_line(key, 64)]) for key in (1, 2))
+        assert store.stats.stored_bytes == 64
+        assert store.get(3)[0].numpy().tobytes() == _line(2, 64).tobytes()
+    finally:
+        store.close()
+
+
 def _line(key: int, size: int) -> Any:
     return np.random.default_rng(key).integers(0, 256, size, np.uint8)
 

@@ -447,8 +447,8 @@ class PinnedStore(BaseStore):
             self.stats.refused += 1
             return False
         with Shield(up=True):  # half queued it would be waited for in vain
-            state = self._out(slot, key, arrays, places)
-            self._states[key] = state
+            self.drop(key)  # that was not dropped yet
+            state = self._states[key] = self._out(slot, key, arrays, places)
             if self._below is not None:
                 self._order.append(state)
             stats, nbytes = self.stats, self._nbytes
