@@ -335,7 +335,8 @@ class _Compressed:
     def write(self, slot: int, offset: int, data: Array) -> None:
         # More than a piece where a cascade moves an extent down.
         for start in range(offset, offset + len(data), len(self._out)):
-            part, before = data[start - offset :][: len(self._out)], self._pieces[slot]
+            part = data[start - offset :][: len(self._out)]
+            before = self._pieces[slot] if start else ()
             at = before[-1].at + round_up(before[-1].stored_bytes) if before else 0
             payload = self._codec.encode(part)
             encoded = payload is not None and round_up(len(payload)) < len(part)
@@ -363,9 +364,7 @@ class _Compressed:
             content = self._in[piece.at : piece.at + piece.stored_bytes]
             # Before anybody decodes them: decoders trust what they are given.
             if xxhash.xxh3_64_intdigest(content.data) != piece.checksum:
-                raise OSError(
-                    errno.EIO, "the checksum does not match: compressed bytes were changed"
-                )
+                raise OSError(errno.EIO, "the checksum does not match: compressed bytes changed")
             target = data[piece.start : piece.stop]
             if piece.encoded:
                 try:
