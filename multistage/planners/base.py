@@ -223,13 +223,13 @@ class Plan:
         """Whether this is what a planner of this package made, its schedule and its premises.
 
         Schedules of sealed plans are run as they are; all others are judged
-        action by action.  Replacing `make`, `n_steps`, `memory_bytes` or `costs`
-        breaks the seal.
+        action by action.  Replacing `make`, `actions`, `n_steps`, `memory_bytes` or
+        `costs` breaks the seal.
         """
         return self.seal == self._vouched()
 
     def _vouched(self) -> tuple[object, ...]:
-        return self.make, self.n_steps, self.memory_bytes, self.costs
+        return self.make, self.actions, self.n_steps, self.memory_bytes, self.costs
 
     @property
     def tier(self) -> Tier | None:

@@ -171,15 +171,15 @@ def test_schedules_of_our_planners_are_not_judged_again(monkeypatch: pytest.Monk
 
 def test_changed_plans_are_not_sealed() -> None:
     made = plan(COSTS, "2 slots", N)
-    assert made.sealed
     for same in (copy.copy(made), copy.deepcopy(made), replace(made, note="mine", why="")):
         assert same.sealed
-    assert all(candidate.sealed for candidate in made.candidates)
+    assert all(each.sealed for each in (made, *made.candidates))
     for other in (
         replace(made, memory_bytes=COSTS.state_bytes),
         replace(made, n_steps=N + 1),
         replace(made, costs=TAPED),
         replace(made, make=partial(revolve_schedule, 2, N)),
+        replace(made, actions=(Reverse(0),)),
         made_of(made.make, slots=made.slots),
     ):
         assert not other.sealed
