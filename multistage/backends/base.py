@@ -203,10 +203,9 @@ class Store(Protocol):
     def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
         """Queue the write of one state; return whether it was accepted.
 
-        `arrays` are C-contiguous, in record order, and must stay unchanged until
-        `wait_written(key)`.  Never blocks, unless `block` is true: then it waits for room in
-        the queue (still False if the tier is full).  What the tier holds of `key` is replaced;
-        after a put that was refused it may be gone.
+        `arrays` are C-contiguous, in record order, and stay unchanged until `wait_written(key)`.
+        With `block` it waits for room in the queue, else it never blocks; False if the tier is
+        full.  What it holds of `key` is replaced; after a put that was refused it may be gone.
         """
         ...
 
