@@ -90,8 +90,7 @@ class DurableStore(BaseStore):
     linger_s : float
         A batch that is not full waits so long for more, unless it is needed.
     lasting : bool
-        Whether files stay when the store closes.  Then a dropped state that is
-        put again is taken to be what it was: states of one run are.
+        Whether files stay when the store closes.
 
     Notes
     -----
@@ -281,6 +280,7 @@ class DurableStore(BaseStore):
     def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
         """Queue the write of one state; see `Store.put`."""
         self._hold.check()
+        self.drop(key)  # that was not dropped yet
         stats = self.stats
         if block and not self._full:
             self._changes.wait_for(lambda: self._filling or self._rooms)
