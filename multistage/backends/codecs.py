@@ -35,9 +35,7 @@ def require(scheme: str) -> None:
         )
 
 
-def blosc(
-    raw: Array, typesize: int, chunk_bytes: int = _BLOSC_BYTES, **options: object
-) -> list[bytes]:
+def blosc(raw: Array, typesize: int, **options: object) -> list[bytes]:
     """Return blosc2's chunks of some bytes (uint8), without loss.
 
     Parameters
@@ -50,7 +48,7 @@ def blosc(
     import blosc2
 
     typesize = typesize if 1 <= typesize <= _MOST_TYPESIZE else 1
-    size = max(typesize, chunk_bytes - chunk_bytes % typesize)
+    size = _BLOSC_BYTES - _BLOSC_BYTES % typesize
     return [
         blosc2.compress2(raw[at : at + size], typesize=typesize, **options)
         for at in range(0, len(raw), size)

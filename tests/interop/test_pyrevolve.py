@@ -319,14 +319,21 @@ def test_uf_and_ub_are_heeded(tmp_path: Path) -> None:
         assert long.plan.forward_steps < plain.plan.forward_steps
 
 
-def test_a_storage_of_the_users_own() -> None:
-    problem = Problem()
-    own = Own(problem.size, 7, problem.dtype, wd=1, rd=1)
-    fast = storage.NumpyStorage(problem.size, 2, problem.dtype)
-    with ours.MultiLevelRevolver(*problem.operators(), NT, [fast, own]) as revolver:
-        assert np.array_equal(problem.gradient(revolver), EXACT)
-    assert own.saved > 0
-    assert own.loaded > 0
+def test_a_storage_serves_one_revolver_at_a_time() -> None:
+    first, second = Problem(), Problem()
+    own = Own(first.size, 30, first.dtype, wd=1, rd=1)
+    fast = storage.NumpyStorage(first.size, 2, first.dtype)
+    with (
+        ours.MultiLevelRevolver(*first.operators(), NT, [fast, own]) as revolver,
+        ours.MultiLevelRevolver(*second.operators(), NT, [fast, own]) as other,
+    ):
+        revolver.apply_forward()
+        with pytest.raises(StoreError, match="checkpoints of another revolver"):
+            other.apply_forward()
+        revolver.apply_reverse()
+        assert np.array_equal(first.v, EXACT) and own.saved and own.loaded
+        second.reset()
+        assert np.array_equal(second.gradient(other), EXACT)
 
 
 @pytest.mark.parametrize("scheme", compression.compressors_available)
@@ -367,13 +374,11 @@ def test_compressed_arrays_come_back(scheme: str, dtype: Any) -> None:
     compress, decompress = compression.init_compression({"scheme": scheme})
     field = np.sin(np.linspace(0, 9, 60000)).reshape(200, 300).astype(dtype)[:, ::2]
     packed = compress(field)
-    assert len(packed.data) < field.nbytes
+    assert sum(map(len, packed.parts)) < field.nbytes
     back = decompress(packed)
     assert back.dtype == field.dtype
     if scheme == "blosc":
         assert np.array_equal(back, field)
-        small, restore = compression.init_compression({"scheme": scheme, "chunk_size": 1001})
-        assert np.array_equal(restore(small(field)), field)
     else:
         assert np.allclose(back, field, atol=1e-6)
 
@@ -727,5 +732,3 @@ def test_the_profiler_counts_operators_and_copies(tmp_path: Path) -> None:
     assert counts["reverse"]["reverse"] == NT + NT - 1
     assert counts["storage"]["copy_save"] >= len(problem.saves)
     assert all(ms > 0 for section in profiler.timings.values() for ms in section.values())
-    assert "Action reverse" in profiler.summary()
-    assert profiler.get_dict()["reverse_reverse_counts"] == NT + NT - 1

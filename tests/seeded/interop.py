@@ -35,8 +35,8 @@ interop/test_agreed.py
 +         pass
 
 interop/test_pyrevolve.py
--         self._slots = TRANSIT if diskstorage else n_checkpoints
-+         self._slots = n_checkpoints
+-             memory = Budget(slots=TRANSIT if diskstorage else n_checkpoints)
++             memory = Budget(slots=n_checkpoints)
 
 interop/test_pyrevolve.py
 -             levels = (Level(1), *levels)

@@ -42,16 +42,16 @@ from ...model.budget import Budget
 from ...model.costs import Costs
 from ...planners import Plan, Planner
 from ..ranks import Communicator
-from . import compression, storage
-from .base import BaseRevolver as BaseRevolver
-from .base import Options, set_defaults
+from . import compression, revolvers, storage
 from .compression import init_compression as init_compression
 from .operators import Checkpoint as Checkpoint
 from .operators import Operator as Operator
 from .operators import Profiler as Profiler
+from .revolvers import BaseRevolver as BaseRevolver
 from .revolvers import DiskRevolver as DiskRevolver
 from .revolvers import MemoryRevolver as MemoryRevolver
 from .revolvers import MultiLevelRevolver as MultiLevelRevolver
+from .revolvers import Options
 from .revolvers import Revolver as Revolver
 from .revolvers import SingleLevelRevolver as SingleLevelRevolver
 from .revolvers import adjust as adjust
@@ -113,13 +113,13 @@ def install(
                     f"{name} was imported before install(); call install() first, "
                     "at the top of the program"
                 )
-    set_defaults(Options(memory, tiers, planner, costs, progress, comm))
+    revolvers.defaults = Options(memory, tiers, planner, costs, progress, comm)
     sys.modules.update(_MODULES)
 
 
 def uninstall() -> None:
     """Undo `install()`: for imports still to come, and the options at once."""
-    set_defaults(Options())
+    revolvers.defaults = Options()
     for name, module in _MODULES.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,56 +23,44 @@ if TYPE_CHECKING:
 
 Params = Mapping[str, object]
 
-_LOSSES = ("tolerance", "rate", "precision")  # of zfp, which exclude each other
-# What each scheme knows, with its value if none is given; `parallel` is speed alone.
+# What each scheme knows, and its value if none is given: of zfp, which takes one of them.
 _KNOWN: dict[str | None, dict[str, object]] = {
     None: {},
-    "blosc": {"chunk_size": 1 << 30},
-    "zfp": {"tolerance": 1e-7, "rate": None, "precision": None, "parallel": None},
+    "blosc": {},
+    "zfp": {"tolerance": 1e-7, "rate": None, "precision": None},
 }
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedObject:
-    """Compressed bytes, and the shape and dtype they are of.
+    """Compressed bytes, in parts that were compressed by themselves, and what they are of."""
 
-    Attributes
-    ----------
-    data : bytes-like
-    shape : tuple of int
-    dtype : dtype
-    chunks : tuple of int
-        The bytes of each part that was compressed by itself.
-    """
-
-    data: codecs.Packed
+    parts: list[codecs.Packed]
     shape: tuple[int, ...]
     dtype: DTypeLike
-    chunks: tuple[int, ...] = ()
+
+
+Compression = tuple[Callable[[Array], CompressedObject], Callable[[CompressedObject], Array]]
 
 
 def _compressed(scheme: str | None, params: Params, array: Array) -> CompressedObject:
-    """Return an array compressed by a scheme: by Blosc in chunks, by zfp within its tolerance."""
+    """Return an array compressed by a scheme."""
+    parts: list[codecs.Packed]
     if scheme == "zfp":
-        known = {name: params[name] for name in _LOSSES if name in params}
-        return CompressedObject(codecs.zfp(array, **known), array.shape, array.dtype)
-    if scheme is None:
-        return CompressedObject(memoryview(array.tobytes()), array.shape, array.dtype)
-    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    chunk_bytes: Any = params["chunk_size"]
-    chunks = codecs.blosc(raw, array.dtype.itemsize, int(chunk_bytes))
-    lengths = tuple(len(chunk) for chunk in chunks)
-    return CompressedObject(b"".join(chunks), array.shape, array.dtype, lengths)
+        parts = [codecs.zfp(array, **params)]
+    elif scheme == "blosc":
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        parts = [*codecs.blosc(raw, array.dtype.itemsize)]
+    else:
+        parts = [array.tobytes()]
+    return CompressedObject(parts, array.shape, array.dtype)
 
 
 def _restored(scheme: str | None, params: Params, compressed: CompressedObject) -> Array:
     """Return the array that a scheme compressed."""
     if scheme == "zfp":
-        return codecs.unzfp(compressed.data)
-    data = compressed.data
-    if scheme == "blosc":
-        ends = np.cumsum([0, *compressed.chunks]).tolist()
-        data = codecs.unblosc(data[start:stop] for start, stop in pairwise(ends))
+        return codecs.unzfp(compressed.parts[0])
+    data = codecs.unblosc(compressed.parts) if scheme == "blosc" else compressed.parts[0]
     return np.frombuffer(data, compressed.dtype).reshape(compressed.shape)
 
 
@@ -89,9 +76,7 @@ compressors_available: list[str | None] = [
 ]
 
 
-def init_compression(
-    params: Params,
-) -> tuple[Callable[[Array], CompressedObject], Callable[[CompressedObject], Array]]:
+def init_compression(params: Params) -> Compression:
     """Return the functions that compress an array and bring it back.
 
     Parameters
@@ -130,9 +115,7 @@ def init_compression(
             f"scheme {scheme!r} has no parameters {sorted(unknown)}; "
             f"it has {sorted(_KNOWN[scheme]) or 'none'}"
         )
-    losses = sorted(set(rest) & set(_LOSSES))
-    if len(losses) > 1:
-        raise ArgumentError(f"{' and '.join(losses)} of zfp exclude each other; give one")
-    if not losses:
-        rest = {name: value for name, value in _KNOWN[scheme].items() if value is not None} | rest
+    if len(rest) > 1:
+        raise ArgumentError(f"{' and '.join(sorted(rest))} of zfp exclude each other; give one")
+    rest = rest or {name: value for name, value in _KNOWN[scheme].items() if value is not None}
     return partial(compressors[scheme], rest), partial(decompressors[scheme], rest)

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,14 +21,14 @@ from ...errors import StateError
 from ...states.in_place import Copies
 from ...states.layout import Array, Layout
 from ...states.slots import Kept
-from .compression import CompressedObject
+from .compression import Compression
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 State = TypeVar("State")
-
-Compression = tuple[Callable[[Array], CompressedObject], Callable[[CompressedObject], Array]]
+Result = TypeVar("Result")
+P = ParamSpec("P")
 
 
 class Operator(Protocol):
@@ -72,7 +72,7 @@ class Checkpoint(Protocol):
 
 
 class Profiler:
-    """Sums milliseconds and counts.
+    """Sums the milliseconds of a revolver's operators and copies, and counts them.
 
     Attributes
     ----------
@@ -80,98 +80,68 @@ class Profiler:
         Section -> action -> milliseconds.
     counts : dict
         Section -> action -> times.
-
+    section : str
+        The sweep in progress: "forward" or "reverse".
     """
 
     def __init__(self) -> None:
         self.timings: dict[str, dict[str, float]] = {}
         self.counts: dict[str, dict[str, int]] = {}
+        self.section = "forward"
 
-    def increment(self, section: str, action: str, elapsed: float, times: int = 1) -> None:
-        """Add `times` calls that took `elapsed` milliseconds together."""
-        timings = self.timings.setdefault(section, {})
-        timings[action] = timings.get(action, 0.0) + elapsed
-        counts = self.counts.setdefault(section, {})
-        counts[action] = counts.get(action, 0) + times
+    def timed(
+        self, work: Callable[P, Result], action: str, section: str = ""
+    ) -> Callable[P, Result]:
+        """Return `work`, each call of which is counted as an action, of the sweep in progress."""
 
-    def summary(self) -> str:
-        """Return a text of all sums, in milliseconds, and counts."""
-        lines = ["****************"]
-        for section, timings in self.timings.items():
-            lines.append(f"In section {section}:")
-            lines += [
-                f"\tAction {action}: {elapsed:f} ({self.counts[section][action]})"
-                for action, elapsed in timings.items()
-            ]
-        return "\n".join([*lines, "****************"])
+        def run(*args: P.args, **named: P.kwargs) -> Result:
+            began = perf_counter()
+            result = work(*args, **named)
+            elapsed = 1e3 * (perf_counter() - began)
+            within = section or self.section
+            # The forward step right before an adjoint step is part of that.
+            of = "reverse" if (within, action) == ("reverse", "lastfw") else action
+            timings = self.timings.setdefault(within, {})
+            timings[of] = timings.get(of, 0.0) + elapsed
+            counts = self.counts.setdefault(within, {})
+            counts[of] = counts.get(of, 0) + 1
+            return result
 
-    def get_dict(self) -> dict[str, str | int]:
-        """Return everything flat: `SECTION_ACTION_timing` and `SECTION_ACTION_counts`."""
-        flat: dict[str, str | int] = {
-            f"{section}_{action}_timing": f"{elapsed:.2f}"
-            for section, timings in self.timings.items()
-            for action, elapsed in timings.items()
-        }
-        for section, counts in self.counts.items():
-            flat.update({f"{section}_{action}_counts": n for action, n in counts.items()})
-        return flat
-
-
-class Meter:
-    """Seconds and calls of one kind, gathered where a profiler would be too slow."""
-
-    __slots__ = ("calls", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds, self.calls = 0.0, 0
-
-    def flush(self, profiler: Profiler, section: str, action: str) -> None:
-        """Hand over what was gathered, and start again."""
-        if self.calls:
-            profiler.increment(section, action, self.seconds * 1e3, self.calls)
-            self.seconds, self.calls = 0.0, 0
+        return run
 
 
 class OperatorChain:
     """The pair of operators as a chain; its state is the checkpoint object, its arrays beside it.
 
-    Attributes
+    Parameters
     ----------
-    advanced, taped, reversed : Meter
-        What the operators took since these were flushed.
+    forward, backward : Operator
+    profiler : Profiler or None
+        Counts what they take.
     """
 
     in_place = True
     state_is_tape = False
     one_tape = True
 
-    def __init__(self, forward: Operator, backward: Operator) -> None:
-        self._forward = forward.apply
-        self._backward = backward.apply
-        self.advanced, self.taped, self.reversed = Meter(), Meter(), Meter()
+    def __init__(self, forward: Operator, backward: Operator, profiler: Profiler | None) -> None:
+        self._advance = self._tape = forward.apply
+        self._reverse = backward.apply
+        if profiler is not None:
+            self._advance = profiler.timed(forward.apply, "advance")
+            self._tape = profiler.timed(forward.apply, "lastfw")
+            self._reverse = profiler.timed(backward.apply, "reverse")
 
     def advance(self, state: State, start: int, stop: int) -> State:
-        began = perf_counter()
-        self._forward(t_start=start, t_end=stop)
-        meter = self.advanced
-        meter.seconds += perf_counter() - began
-        meter.calls += 1
+        self._advance(t_start=start, t_end=stop)
         return state
 
     def tape(self, state: State, step: int) -> tuple[State, object]:
-        began = perf_counter()
-        self._forward(t_start=step, t_end=step + 1)
-        meter = self.taped
-        meter.seconds += perf_counter() - began
-        meter.calls += 1
+        self._tape(t_start=step, t_end=step + 1)
         return state, None
 
     def reverse(self, tape: object, adjoint: None, step: int) -> None:
-        began = perf_counter()
-        self._backward(t_start=step, t_end=step + 1)
-        meter = self.reversed
-        meter.seconds += perf_counter() - began
-        meter.calls += 1
+        self._reverse(t_start=step, t_end=step + 1)
 
 
 class _Arrays(Layout):
@@ -189,45 +159,36 @@ class OperatorStates:
     checkpoint : Checkpoint
     compression : (compress, decompress), optional
         What fast slots hold their arrays by.
+    profiler : Profiler, optional
+        Counts what copies take.
     restored : bool
         Whether any state is ever restored; if not, none is looked at.
-
-    Attributes
-    ----------
-    period : int
-        The arrays of two steps so far apart are known to be the same; 0 if
-        nothing is known of them.
-    rotating : dict
-        Step modulo period -> arrays, in this sweep.
-    saved, loaded : Meter
-        What copies took since these were flushed.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         compression: Compression | None = None,
+        profiler: Profiler | None = None,
         *,
         restored: bool = True,
     ) -> None:
-        self.checkpoint = checkpoint
-        self.saved, self.loaded = Meter(), Meter()
+        self.checkpoint, self.profiler = checkpoint, profiler
         self._compression = compression
         self._restored = restored
-        self._first: list[Array] | None = None
-        self.period = 0
-        self.rotating: dict[int, list[Array]] = {}
+        self.begin()
 
-    def forget(self) -> None:
+    def begin(self) -> None:
         """Look at the arrays again: another sweep begins."""
-        self._first = None
-        self.period = _period(self.checkpoint)
-        self.rotating.clear()
+        self._first: list[Array] | None = None
+        # The arrays of two steps so far apart are known to be the same; 0: nothing is known.
+        self._period = _period(self.checkpoint)
+        self._rotating: dict[int, list[Array]] = {}  # step modulo period -> arrays
 
     def layout(self, state: object) -> Layout:
         if self._first is None:
             values = self.checkpoint.get_data(0) if self._restored else ()
-            self._first = self._checked(values, "get_data(0)")
+            self._first = _checked(values, "get_data(0)")
         return _Arrays.of(self._first)
 
     def slots(self, layout: Layout) -> Copies:
@@ -235,32 +196,45 @@ class OperatorStates:
             return _Snapshots(layout, self)
         return _Compressed(layout, self, self._compression)
 
-    def source(self, step: int) -> list[Array]:
-        """Return the arrays to copy state `step` from."""
-        if step == 0 and self._first is not None:
-            first, self._first = self._first, None
-            return first
-        return self._checked(self.checkpoint.get_data(step), f"get_data({step})")
-
-    def target(self, step: int) -> list[Array]:
-        """Return the arrays to copy state `step` into."""
-        said = f"get_data_location({step})"
-        arrays = self._checked(self.checkpoint.get_data_location(step), said)
-        for k, array in enumerate(arrays):
-            if not array.flags.writeable:
-                raise StateError(f"array {k} of {said} is read-only; a state is copied into it")
+    def arrays(self, step: int, layout: Layout, *, into: bool) -> list[Array]:
+        """Return the arrays that hold state `step`, or those to copy it into."""
+        if self._period and (known := self._rotating.get(step % self._period)) is not None:
+            return known
+        first = None
+        if into:
+            said = f"get_data_location({step})"
+            arrays = _checked(self.checkpoint.get_data_location(step), said)
+            for k, array in enumerate(arrays):
+                if not array.flags.writeable:
+                    raise StateError(f"array {k} of {said} is read-only; a state is copied into it")
+        else:
+            said = f"get_data({step})"
+            if step == 0:
+                first, self._first = self._first, None  # it was looked at just now
+            arrays = first or _checked(self.checkpoint.get_data(step), said)
+        kinds = [(array.shape, array.dtype) for array in arrays]
+        if kinds != [(leaf.shape, leaf.dtype) for leaf in layout.leaves]:
+            wanted = ", ".join(f"{leaf.shape} {leaf.dtype}" for leaf in layout.leaves)
+            found = ", ".join(f"{shape} {dtype}" for shape, dtype in kinds)
+            raise StateError(
+                f"{said} returned arrays {found}, get_data(0) {wanted}; "
+                "every state must have the arrays of the first"
+            )
+        if self._period:
+            self._rotating[step % self._period] = arrays
         return arrays
 
-    def _checked(self, values: Iterable[object], said: str) -> list[Array]:
-        # Each array is copied as it is: pyrevolve would round it to the checkpoint's dtype.
-        arrays: list[Array] = []
-        for k, value in enumerate(values):
-            if not isinstance(value, np.ndarray):
-                raise StateError(
-                    f"array {k} of {said} is {type(value).__name__}; it must be a numpy.ndarray"
-                )
-            arrays.append(value.view(np.ndarray))
-        return arrays or [_NOTHING.copy()]  # a state without arrays is legal, and takes nothing
+
+def _checked(values: Iterable[object], said: str) -> list[Array]:
+    # Each array is copied as it is: pyrevolve would round it to the checkpoint's dtype.
+    arrays: list[Array] = []
+    for k, value in enumerate(values):
+        if not isinstance(value, np.ndarray):
+            raise StateError(
+                f"array {k} of {said} is {type(value).__name__}; it must be a numpy.ndarray"
+            )
+        arrays.append(value.view(np.ndarray))
+    return arrays or [_NOTHING.copy()]  # a state without arrays is legal, and takes nothing
 
 
 _NOTHING = np.zeros(1, np.uint8)
@@ -296,68 +270,38 @@ class _Snapshots(Copies):
 
     def __init__(self, layout: Layout, states: OperatorStates) -> None:
         super().__init__(layout)
-        self._states = states
-
-    def keep(self, state: object, where: int | str) -> Kept:
-        began = perf_counter()
-        kept = super().keep(state, where)
-        meter = self._states.saved
-        meter.seconds += perf_counter() - began
-        meter.calls += 1
-        return kept
+        self._arrays = states.arrays
+        if (profiler := states.profiler) is not None:
+            self._copied = profiler.timed(self._copied, "copy_save", "storage")  # type: ignore[method-assign]
+            self._put_back = profiler.timed(self._put_back, "copy_load", "storage")  # type: ignore[method-assign]
 
     def load(self, kept: Kept, live: State) -> State:
-        began = perf_counter()
         assert isinstance(kept.state, int)
-        self._copy_back(self._places(kept.state), kept)
-        meter = self._states.loaded
-        meter.seconds += perf_counter() - began
-        meter.calls += 1
+        self._put_back(self._arrays(kept.state, self._layout, into=True), kept.arrays)
         return live
 
     def _live(self, state: object, where: int | str) -> list[Array]:
         assert isinstance(where, int)
-        states = self._states
-        if states.period and where % states.period in states.rotating:
-            return states.rotating[where % states.period]
-        return self._like_first(where, states.source(where), "get_data")
+        return self._arrays(where, self._layout, into=False)
 
-    def _places(self, where: int) -> list[Array]:
-        """Return the arrays to copy a state back into."""
-        states = self._states
-        if states.period and where % states.period in states.rotating:
-            return states.rotating[where % states.period]
-        return self._like_first(where, states.target(where), "get_data_location")
-
-    def _like_first(self, step: int, arrays: list[Array], said: str) -> list[Array]:
-        leaves = self._layout.leaves
-        kinds = [(array.shape, array.dtype) for array in arrays]
-        if kinds != [(leaf.shape, leaf.dtype) for leaf in leaves]:
-            wanted = ", ".join(f"{leaf.shape} {leaf.dtype}" for leaf in leaves)
-            found = ", ".join(f"{shape} {dtype}" for shape, dtype in kinds)
-            raise StateError(
-                f"{said}({step}) returned arrays {found}, get_data(0) {wanted}; "
-                "every state must have the arrays of the first"
-            )
-        if self._states.period:
-            self._states.rotating[step % self._states.period] = arrays
-        return arrays
+    def _put_back(self, targets: list[Array], kept: Sequence[Any]) -> None:
+        for target, array in zip(targets, kept, strict=True):
+            target[...] = array
 
 
 class _Compressed(_Snapshots):
     """Fast slots that hold compressed arrays."""
 
     def __init__(self, layout: Layout, states: OperatorStates, compression: Compression) -> None:
-        super().__init__(layout, states)
         self._compress, self._decompress = compression
+        super().__init__(layout, states)
 
     def _copied(self, arrays: list[Array]) -> list[Any]:
         return [self._compress(array) for array in arrays]
 
-    def _copy_back(self, targets: list[Array], kept: Kept) -> None:
-        arrays: Sequence[Any] = kept.arrays
-        for target, compressed in zip(targets, arrays, strict=True):
-            np.copyto(target, np.asarray(self._decompress(compressed)).reshape(target.shape))
+    def _put_back(self, targets: list[Array], kept: Sequence[Any]) -> None:
+        for target, compressed in zip(targets, kept, strict=True):
+            target[...] = np.asarray(self._decompress(compressed)).reshape(target.shape)
 
     def _recycle(self, kept: Kept) -> None:
         """Nothing: what a state was compressed to is not reused."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from types import TracebackType
+from typing import Any, Self
 
 from ...actions import Schedule
-from ...backends.urls import Tiers
+from ...backends.base import Store
+from ...backends.urls import Tiers, open_store, tier_names
 from ...errors import ArgumentError
 from ...model.budget import Budget
-from ...model.costs import Costs
+from ...model.costs import NOT_KEPT, Costs
+from ...model.tier import Tier
 from ...planners import PLANNERS, Plan, Planner
 from ...planners.base import require_steps
 from ...planners.ranking import sealing
@@ -20,12 +26,325 @@ from ...planners.single.revolve import revolve
 from ...planners.streaming.overlap import on_tier, overlap
 from ...planners.synchronous.hierarchy import count_operations, hierarchy_schedule
 from ...planners.synchronous.levels import Level, solve
+from ...report import Report
+from ...reversal import Reversal
 from ...support.values import whole
-from ..ranks import Communicator
-from .base import TRANSIT, BaseRevolver, defaults
-from .compression import Params, init_compression
-from .operators import Checkpoint, Compression, Operator, Profiler
+from ..mpi import MPIReversal
+from ..ranks import Communicator, Ranks
+from .compression import Compression, Params, init_compression
+from .operators import (
+    Checkpoint,
+    Operator,
+    OperatorChain,
+    OperatorStates,
+    Profiler,
+    devito_checkpoint,
+)
 from .storage import NumpyStorage, Storage, open_folder
+
+# States in memory on their way to or from a disk: two each way.
+TRANSIT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `install` gives: for single-level revolvers in memory made with `n_checkpoints=None`.
+
+    `comm` is for all that are given none.
+    """
+
+    memory: Budget | int | str | None = None
+    tiers: Tiers | None = None
+    planner: str | Plan | Planner | None = None
+    costs: Costs | None = None
+    progress: bool | None = None
+    comm: Communicator | None = None
+
+
+defaults = Options()  # replaced by `install`
+
+
+class BaseRevolver:
+    """What all revolvers share.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Or any object with `dtype`, `size`, `get_data` and `get_data_location`.
+    fwd_operator, rev_operator : Operator
+        Or any objects with `apply(t_start=, t_end=)`.
+    n_checkpoints : int or None
+    n_timesteps : int
+    timings : object
+        Kept as an attribute, as pyrevolve does.
+    profiler : Profiler, optional
+        Gets the milliseconds spent in operators and copies; without it they are not counted.
+    comm : mpi4py.MPI.Comm, optional
+        The ranks whose operators exchange data: they run the same steps in the
+        same order, as `MPIReversal` documents, and every rank makes the same
+        revolvers and calls the same methods.  That of the grid for Devito's own
+        checkpoint object.
+
+    Raises
+    ------
+    ArgumentError, BudgetError, StoreError
+        Before any operator runs.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        fwd_operator: Operator,
+        rev_operator: Operator,
+        n_checkpoints: int | None,
+        n_timesteps: int,
+        timings: object = None,
+        profiler: Profiler | None = None,
+        comm: Communicator | None = None,
+    ) -> None:
+        self.n_timesteps = require_steps(n_timesteps, "revolve")
+        self.n_checkpoints = n_checkpoints
+        self.checkpoint = checkpoint
+        self.fwd_operator = fwd_operator
+        self.rev_operator = rev_operator
+        self.timings = timings
+        self.profiler = profiler
+        for name in ("save_checkpoint", "load_checkpoint", "remove_checkpoint"):
+            if hasattr(self, name):
+                raise ArgumentError(
+                    f"{type(self).__name__} defines {name}, which is never called; "
+                    "checkpoints are copied by get_data and get_data_location of the "
+                    "checkpoint, or by save and load of a storage of your own"
+                )
+        for name, operator in (("fwd_operator", fwd_operator), ("rev_operator", rev_operator)):
+            if not callable(getattr(operator, "apply", None)):
+                raise ArgumentError(f"{name}={operator!r} must have apply(t_start, t_end)")
+        self._chain = OperatorChain(fwd_operator, rev_operator, profiler)
+        self._comm = defaults.comm if comm is None else comm
+        self._assumed: Planner | None = None  # plans by costs in steps
+        self._first_plan: Callable[[], Plan] | None = None  # before a sweep
+
+    # -------------------------------------------------------------------- life
+
+    def _run_on(
+        self,
+        *,
+        memory: Budget | int | str,
+        tiers: Tiers | None,
+        planner: str | Plan | Planner,
+        costs: Costs | None = None,
+        compression: Compression | None = None,
+        progress: bool | None = None,
+        assumed: tuple[float, float] | None = None,
+    ) -> None:
+        """Set up the sweeps.
+
+        `assumed` are the costs of a forward and of an adjoint step: then a `planner` for
+        them makes the plan of every sweep, whatever seconds the sweep before has shown.
+        """
+        if assumed is not None:
+            assert callable(planner) and not isinstance(planner, Plan)
+            assert isinstance(memory, Budget) and memory.slots is not None
+            self._assumed = own = planner
+            costs = in_steps = Costs(
+                forward_step_s=assumed[0],
+                reverse_step_s=assumed[1],
+                tape_step_s=0.0,  # part of the adjoint step, as pyrevolve counts
+                state_bytes=max(1, int(self.checkpoint.nbytes)),
+                tape_bytes=NOT_KEPT,
+                tiers=() if tiers is None else (Tier("disk"),),
+            )
+
+            def planner(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+                return own(replace(in_steps, state_bytes=costs.state_bytes), slots, n_steps)
+
+            self._first_plan = partial(own, costs, memory.slots, self.n_timesteps)
+        elif costs is not None and costs.tape_bytes < NOT_KEPT:
+            costs = replace(costs, tape_bytes=NOT_KEPT)  # of these operators one tape exists
+        restored = self.n_timesteps > 1 or assumed is None  # measuring puts state 0 back
+        self._states = OperatorStates(
+            self.checkpoint, compression, self.profiler, restored=restored
+        )
+        decides = tiers is not None or assumed is None
+        ranks = ranks_of(self.checkpoint, self._comm, decides=decides)
+        made: Reversal[Checkpoint, None] | MPIReversal[Checkpoint, None]
+        if ranks is None:
+            made = Reversal(
+                self._chain,
+                n_steps=self.n_timesteps,
+                memory=memory,
+                tiers=tiers,
+                planner=planner,
+                costs=costs,
+                progress=progress,
+                states=self._states,
+            )
+        else:
+            made = MPIReversal(
+                self._chain,
+                n_steps=self.n_timesteps,
+                comm=ranks,
+                memory=memory,
+                tiers=_only(tiers),
+                planner=planner,
+                costs=costs,
+                progress=progress,
+                states=self._states,
+            )
+        self._reversal = made
+        # Ranks collect it at other moments: nothing that they would have to do together.
+        self._close = made.let_go if isinstance(made, MPIReversal) else made.close
+        self._finalize()
+
+    def _finalize(self) -> None:
+        """Have threads and files go when the revolver does: its users never close it."""
+        self._closer = weakref.finalize(self, self._close)
+
+    def close(self) -> None:
+        """Stop threads and give memory and disk back; another sweep opens them again."""
+        self._closer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ sweeps
+
+    def apply_forward(self) -> None:
+        """Run the forward operator over all time steps, keeping checkpoints.
+
+        May be called again for another sweep, after the operators' arrays were
+        set to the initial state.  With `memory`, `tiers` or `planner` and no
+        `costs`, the first steps of the first call are timed, and the rest is
+        planned.
+
+        Raises
+        ------
+        StateError
+            If the arrays change their number, shape or dtype.
+        """
+        self._states.begin()
+        self._ready("forward").forward(self.checkpoint)
+
+    def apply_reverse(self) -> None:
+        """Run the adjoint operator over all time steps, from the last to the first.
+
+        Raises
+        ------
+        ArgumentError
+            Without an `apply_forward` before it: each serves one.
+        """
+        self._ready("reverse").reverse(None)
+
+    def _ready(self, sweep: str) -> Reversal[Checkpoint, None] | MPIReversal[Checkpoint, None]:
+        """Return what runs a sweep, which is closed when this revolver goes."""
+        if not self._closer.alive:
+            self._finalize()
+        if self.profiler is not None:
+            self.profiler.section = sweep
+        return self._reversal
+
+    def report(self) -> Report:
+        """Return what the last complete sweep did.
+
+        Where costs were not measured, the prediction is made in hindsight,
+        from those that the sweep has shown.
+        """
+        report = self._reversal.report()
+        if self._assumed is None:
+            return report
+        plan = self._assumed(report.seen, report.plan.slots, self.n_timesteps)
+        return replace(report, plan=plan)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the sweeps; made at the first `apply_forward` if costs are measured."""
+        if self._reversal.plan is not None:
+            return self._reversal.plan
+        if self._first_plan is None:
+            raise ArgumentError(
+                "the plan is made by the first apply_forward(), from measured costs"
+            )
+        return self._first_plan()
+
+
+def _only(tiers: Tiers | None) -> Store | None:
+    """Return the only tier, if there is one: ranks agree on one.  Raises ArgumentError."""
+    names = tier_names(tiers)
+    if len(names) > 1:
+        raise ArgumentError(
+            f"{len(names)} slow tiers on several ranks; ranks agree on one, such as a cascade "
+            "'memory:8GiB > file:///scratch'"
+        )
+    return open_store(names[0]) if names else None
+
+
+def ranks_of(checkpoint: object, comm: Communicator | None, *, decides: bool) -> Ranks | None:
+    """Return the ranks that run the same steps together; None if this process runs them alone.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Devito's own knows its grid, and so the communicator.
+    comm : mpi4py.MPI.Comm or None
+        As the user has given it.
+    decides : bool
+        Whether this process would decide by its own clock or its own disk what to run.
+
+    Raises
+    ------
+    ArgumentError
+        If it would, several ranks were started, and nothing tells whether they share the steps.
+    """
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if comm is None:
+        if mpi is None or not mpi.Is_initialized() or mpi.COMM_WORLD.Get_size() == 1:
+            return None
+        known = devito_checkpoint()
+        if known is not None and isinstance(checkpoint, known):
+            devitos: Any = checkpoint
+            comm = devitos.objects[0].grid.distributor.comm
+            if comm == mpi.COMM_NULL:  # Devito runs without MPI: each rank its own grid
+                return None
+        elif decides:
+            raise ArgumentError(
+                f"MPI started {mpi.COMM_WORLD.Get_size()} ranks, and with tiers or measured costs "
+                "each would run other steps than the others; give comm=, the communicator of the "
+                "ranks whose operators exchange data (MPI.COMM_SELF if none do), to the revolver "
+                "or to install()"
+            )
+        else:
+            return None
+    assert comm is not None
+    return None if comm.Get_size() == 1 else _shared(comm)
+
+
+def _shared(comm: Any) -> Ranks:
+    """Return the ranks of a communicator, one duplicate of it for all revolvers.
+
+    Freeing one is collective, and revolvers are dropped when the interpreter collects them,
+    at other moments on every rank.  It is kept with the communicator, whose handle may be
+    another's once it is freed.
+    """
+    found = comm.Get_attr(_key())
+    if found is None:
+        found = Ranks(comm)
+        comm.Set_attr(_key(), found)
+    assert isinstance(found, Ranks)
+    return found
+
+
+@cache
+def _key() -> Any:
+    mpi: Any = sys.modules["mpi4py.MPI"]
+    return mpi.Comm.Create_keyval()
 
 
 class SingleLevelRevolver(BaseRevolver):
@@ -93,7 +412,7 @@ class SingleLevelRevolver(BaseRevolver):
             comm,
         )
         if n_checkpoints is None:
-            if defaults.given and not diskstorage and memory is tiers is planner is None:
+            if not diskstorage and memory is tiers is planner is None:
                 memory, tiers, planner = defaults.memory, defaults.tiers, defaults.planner
                 costs = costs or defaults.costs
                 progress = defaults.progress if progress is None else progress
@@ -103,15 +422,13 @@ class SingleLevelRevolver(BaseRevolver):
         self.n_checkpoints = n_checkpoints
         compression = _compression_of(compression_params, diskstorage or tiers is not None)
         chosen = any(x is not None for x in (memory, tiers, planner, costs))
-        self.filedir, self.singlefile = filedir, singlefile
-        self.compression_params = compression_params
         if diskstorage:
             if tiers is not None and filedir != "./":
                 raise ArgumentError(f"filedir={filedir!r} and tiers={tiers!r}: give one of them")
             tiers = open_folder(filedir) if tiers is None else tiers
-        self._slots = TRANSIT if diskstorage else n_checkpoints
         if not chosen:
-            memory, planner = Budget(slots=self._slots), _revolve_in(n_checkpoints, diskstorage)
+            memory = Budget(slots=TRANSIT if diskstorage else n_checkpoints)
+            planner = _revolve_in(n_checkpoints, diskstorage)
         self._run_on(
             memory=f"{n_checkpoints} slots" if memory is None else memory,
             tiers=tiers,
@@ -257,7 +574,6 @@ class MultiLevelRevolver(BaseRevolver):
             profiler=profiler,
             comm=comm,
         )
-        self.uf, self.ub, self.up = uf, ub, up
         levels = tuple(_level(k, storage) for k, storage in enumerate(self.storage_list))
         writes, reads = [level.write_s for level in levels], [level.read_s for level in levels]
         if writes != sorted(writes) or reads != sorted(reads):
@@ -269,9 +585,9 @@ class MultiLevelRevolver(BaseRevolver):
             slow = slow[1:]
         else:  # one state in fast memory, from which steps begin
             levels = (Level(1), *levels)
-        self._slots = min(levels[0].capacity or 1, self.n_timesteps) + (TRANSIT if slow else 0)
+        slots = min(levels[0].capacity or 1, self.n_timesteps) + (TRANSIT if slow else 0)
         self._run_on(
-            memory=Budget(slots=self._slots),
+            memory=Budget(slots=slots),
             tiers=[storage.tier() for storage in slow] or None,
             planner=sealing(partial(h_revolve_on_storages, levels, float(uf)))
             if slow

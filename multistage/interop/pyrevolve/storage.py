@@ -19,14 +19,13 @@ from ...backends import FileStore, MemoryStore, Store
 from ...backends.base import BaseStore, CheckpointLost, StoreStats, TransferRecord
 from ...errors import ArgumentError, StateError, StoreError
 from ...states.layout import Array, Layout
-from .compression import CompressedObject
-from .operators import Compression, Profiler
+from .compression import CompressedObject, Compression
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 
-class Storage:
+class Storage(BaseStore):
     """Holds up to `n_ckp` checkpoints of `size_ckp` numbers.
 
     Parameters
@@ -35,7 +34,8 @@ class Storage:
         Numbers in one checkpoint.
     n_ckp : int
     dtype : dtype
-    profiler : Profiler, optional
+    profiler : object
+        Not used: that of the revolver counts.
     wd, rd : float
         Cost of writing and reading one checkpoint, in forward steps.
     name : str
@@ -43,22 +43,29 @@ class Storage:
     Notes
     -----
     A storage of your own defines `save` and `load`; a `MultiLevelRevolver`
-    then calls them where the schedule has its level, without overlap.
+    then calls them where the schedule has its level, without overlap: the storage
+    is a store in which nothing runs in the background.
     """
+
+    queue_depth = 1
 
     def __init__(
         self,
         size_ckp: int,
         n_ckp: int,
         dtype: DTypeLike,
-        profiler: Profiler | None = None,
+        profiler: object = None,
         wd: float = 0,
         rd: float = 0,
         name: str = "storage",
     ) -> None:
         self.size_ckp, self.n_ckp, self.dtype = size_ckp, n_ckp, dtype
-        self.profiler = Profiler() if profiler is None else profiler
-        self.wd, self.rd, self.name = wd, rd, name
+        self.wd, self.rd, self.name = wd, rd, str(name)
+        self.stats = StoreStats()
+        self.transfers: deque[TransferRecord] = deque(maxlen=4096)
+        self._layout: Layout | None = None
+        self._free: list[int] = []
+        self._keys: dict[int, int] = {}  # of a checkpoint -> of the storage
 
     def save(self, key: int, data_pointers: Sequence[Array]) -> None:
         """Keep a copy of the arrays under `key`, 0 <= key < n_ckp."""
@@ -69,8 +76,82 @@ class Storage:
         raise NotImplementedError(f"{type(self).__name__} must define load(key, locations)")
 
     def tier(self) -> Store:
-        """Return the store this storage stands for."""
-        return StorageStore(self)
+        """Return the store that a `MultiLevelRevolver` uses for this storage."""
+        return self
+
+    # ----------------------------------------------------------------- as a store
+
+    def buffer_bytes(self, layout: Layout) -> int:
+        """None: the storage's own memory is its own affair."""
+        return 0
+
+    def capacity_states(self, layout: Layout) -> int | None:
+        """Return `n_ckp`."""
+        return int(self.n_ckp)
+
+    def open(self, layout: Layout) -> None:
+        """Begin with all keys free.  Raises StoreError if a revolver has checkpoints in it."""
+        if self._keys:
+            raise StoreError(
+                f"storage {self.name!r} holds the checkpoints of another revolver; close that one "
+                "first, or give each revolver storages of its own"
+            )
+        self._layout, self.stats = layout, StoreStats()
+        self._free = list(reversed(range(self.n_ckp)))
+
+    def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
+        """Save; False when all keys are taken.  What `save` raises reaches the caller."""
+        if not self._free:
+            self.stats.refused += 1
+            return False
+        began, place = perf_counter(), self._free.pop()
+        self._keys[key] = place
+        self.save(place, list(arrays))
+        self._count("write", key, began)
+        return True
+
+    def wait_written(self, key: int) -> bool:
+        """Return whether it is there: `put` has waited."""
+        return key in self._keys
+
+    def prefetch(self, key: int) -> None:
+        """Nothing: `get` reads."""
+
+    def get(self, key: int) -> list[Array]:
+        """Load into new arrays."""
+        if key not in self._keys or self._layout is None:
+            raise CheckpointLost(f"storage {self.name!r} holds no checkpoint {key}")
+        began = perf_counter()
+        arrays = [np.empty(leaf.shape, leaf.dtype) for leaf in self._layout.leaves]
+        self.load(self._keys[key], arrays)
+        self._count("read", key, began)
+        return arrays
+
+    def drop(self, key: int) -> None:
+        """Give the key back."""
+        place = self._keys.pop(key, None)
+        if place is not None:
+            self._free.append(place)
+            assert self._layout is not None
+            self.stats.stored_bytes -= self._layout.nbytes
+
+    def close(self) -> None:
+        """Give all keys back."""
+        self._keys.clear()
+        self._free.clear()
+
+    def _count(self, kind: Literal["write", "read"], key: int, began: float) -> None:
+        assert self._layout is not None
+        nbytes, stats = self._layout.nbytes, self.stats
+        self.transfers.append(TransferRecord(kind, key, began, perf_counter(), nbytes))
+        if kind == "read":
+            stats.reads += 1
+            stats.bytes_read += nbytes
+            return
+        stats.writes += 1
+        stats.bytes_written += nbytes
+        stats.stored_bytes += nbytes
+        stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
 
 
 class NumpyStorage(Storage):
@@ -98,7 +179,7 @@ class DiskStorage(Storage):
         size_ckp: int,
         n_ckp: int,
         dtype: DTypeLike,
-        profiler: Profiler | None = None,
+        profiler: object = None,
         filedir: str | None = "./",
         singlefile: bool = True,
         wd: float = 0,
@@ -136,7 +217,7 @@ class BytesStorage(Storage):
         dtype: DTypeLike,
         compression: Compression,
         auto_pickle: bool = False,
-        profiler: Profiler | None = None,
+        profiler: object = None,
         wd: float = 0,
         rd: float = 0,
         name: str = "ByteStorage",
@@ -161,96 +242,6 @@ class BytesStorage(Storage):
                     f"{array.shape} {array.dtype}"
                 )
             np.copyto(target, array.reshape(target.shape))
-
-
-class StorageStore(BaseStore):
-    """The Store protocol on a pyrevolve storage; nothing runs in the background.
-
-    Parameters
-    ----------
-    storage : Storage
-        Its keys are given out here, `n_ckp` of them.
-    """
-
-    queue_depth = 1
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self.name = str(storage.name)
-        self.stats = StoreStats()
-        self.transfers: deque[TransferRecord] = deque(maxlen=4096)
-        self._layout: Layout | None = None
-        self._free: list[int] = []
-        self._keys: dict[int, int] = {}
-
-    def buffer_bytes(self, layout: Layout) -> int:
-        """None: the storage's own memory is its own affair."""
-        return 0
-
-    def capacity_states(self, layout: Layout) -> int | None:
-        """Return the storage's `n_ckp`."""
-        return int(self._storage.n_ckp)
-
-    def open(self, layout: Layout) -> None:
-        """Begin with all keys free."""
-        self._layout = layout
-        self._free = list(reversed(range(self._storage.n_ckp)))
-        self._keys.clear()
-        self.stats = StoreStats()
-
-    def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
-        """Save; False when all keys are taken.  What the storage raises reaches the caller."""
-        if not self._free:
-            self.stats.refused += 1
-            return False
-        began, place = perf_counter(), self._free.pop()
-        self._keys[key] = place
-        self._storage.save(place, list(arrays))
-        self._count("write", key, began)
-        return True
-
-    def wait_written(self, key: int) -> bool:
-        """Return whether it is there: `put` has waited."""
-        return key in self._keys
-
-    def prefetch(self, key: int) -> None:
-        """Nothing: `get` reads."""
-
-    def get(self, key: int) -> list[Array]:
-        """Load into new arrays."""
-        if key not in self._keys or self._layout is None:
-            raise CheckpointLost(f"storage {self.name!r} holds no checkpoint {key}")
-        began = perf_counter()
-        arrays = [np.empty(leaf.shape, leaf.dtype) for leaf in self._layout.leaves]
-        self._storage.load(self._keys[key], arrays)
-        self._count("read", key, began)
-        return arrays
-
-    def drop(self, key: int) -> None:
-        """Give the key back."""
-        place = self._keys.pop(key, None)
-        if place is not None:
-            self._free.append(place)
-            assert self._layout is not None
-            self.stats.stored_bytes -= self._layout.nbytes
-
-    def close(self) -> None:
-        """Give all keys back."""
-        self._keys.clear()
-        self._free.clear()
-
-    def _count(self, kind: Literal["write", "read"], key: int, began: float) -> None:
-        assert self._layout is not None
-        nbytes, stats = self._layout.nbytes, self.stats
-        self.transfers.append(TransferRecord(kind, key, began, perf_counter(), nbytes))
-        if kind == "read":
-            stats.reads += 1
-            stats.bytes_read += nbytes
-            return
-        stats.writes += 1
-        stats.bytes_written += nbytes
-        stats.stored_bytes += nbytes
-        stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
 
 
 def open_folder(folder: str | None) -> FileStore:
