@@ -327,17 +327,17 @@ def test_a_late_tier_leaves_the_bits_as_they_are(name: str) -> None:
 
 def test_a_second_backward_on_a_late_tier_is_no_other_news() -> None:
     """Each backward but the first runs forward again, on the same late tier."""
-    rates = running.KNOWN.tiers._found
+    found = running.KNOWN._found
     cells, state, inputs = widths()
     options: dict[str, Any] = {"planner": "stream", "chunk": 1, "memory": "250 KiB"}
     options |= {"tiers": [f"memory:?{SMALL}"], "check": "off"}
     with said_late(lambda _: True):
         out = mst.unroll(cells, state, inputs, **options)
-        (known,) = list(rates.values())
+        known = dict(found)
         loss = out.state.square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
-    assert list(rates.values()) == [known]
+    assert dict(found) == known
 
 
 def test_two_backwards_and_hooks_that_fire_once() -> None:

@@ -88,7 +88,7 @@ def chain_plan(
     return plan_in_pieces(costs, memory, planner, rates, counts)
 
 
-def plan_within(costs: StageCosts, memory_bytes: int, *, slots: int = SLOTS) -> Plan:
+def plan_within(costs: StageCosts, memory_bytes: int) -> Plan:
     """Return the plan of all steps within a limit, in pieces where there are too many.
 
     Raises
@@ -97,7 +97,7 @@ def plan_within(costs: StageCosts, memory_bytes: int, *, slots: int = SLOTS) -> 
         If there is none, or in pieces perhaps none.
     """
     if len(costs.stages) <= MOST_AT_ONCE:
-        return plan_at_once(costs, memory_bytes, resolution=slots)
+        return plan_at_once(costs, memory_bytes)
     counts = (MOST_AT_ONCE, MOST_AT_ONCE // 3)
     return plan_in_pieces(costs, memory_bytes, "optimal", counts=counts)
 

@@ -75,7 +75,7 @@ def planned(
     )
     order = (n, tuple(facts.steps) if facts.equal else bytes(facts.steps))
     key, weight = (settings.tiers, kinds, order), facts.kinds[-1].weight
-    known = KNOWN.plans.get(key)
+    known = KNOWN.get(Known, key)
     free = free_bytes(given.device) if settings.memory is None else None
     if known is not None and known.holds(weight, free):
         return known
@@ -93,16 +93,16 @@ def planned(
             steps, costs = _steps_of(given, survey, leaves)
         else:
             steps = _steps_by(settings.costs, facts, n)
-        found = Unequal(steps, settings, store)
+        found = Unequal(steps, settings, store, given.device)
         by_values = any(cost.by_values for cost in costs)
     memory = budget.bytes_of(lambda: found.keep_bytes)
     plan = choose(found, n, memory, settings, has_tier=store is not None)
     again = kinds, plan.plan is not None
-    checked = KNOWN.checked.get(again)
+    checked = KNOWN.get(Checked, again)
     if fresh or checked is None:
-        checked = KNOWN.checked.put(again, check(plan, steps))
+        checked = KNOWN.put(again, check(plan, steps))
     plan = replace(plan, kinds=_counted(costs, facts), checked=checked, by_values=by_values)
-    return KNOWN.plans.put(key, Known(plan, weight))
+    return KNOWN.put(key, Known(plan, weight))
 
 
 def _counted(costs: Sequence[KindCost], facts: Facts) -> tuple[tuple[Stage, int], ...]:
@@ -141,14 +141,14 @@ def _samples(
 ) -> tuple[list[Sample], bool]:
     """Return what chunks of equal steps cost, with the nodes of their graphs; whether it is new."""
     n, weight = given.inputs.steps, given.facts.kinds[-1].weight
-    known = KNOWN.samples.get(kinds)
+    known = KNOWN.get(Sampled, kinds)
     fresh = known is None or not known.serves(weight, n, settings.chunk)
     if known is None or fresh:
         most = 1 << 62 if budget.bytes is None else budget.bytes
         found = sample_chunks(
             given, leaves, chunk=settings.chunk, most_bytes=most, tapes=settings.offloads
         )
-        known = KNOWN.samples.put(kinds, Sampled(found, weight, n))
+        known = KNOWN.put(kinds, Sampled(found, weight, n))
     nodes = node_bytes(weight[0] / given.facts.looked_at, given.device)
     return [replace(each, node_bytes=nodes) for each in known.samples if each.chunk <= n], fresh
 
@@ -167,7 +167,7 @@ def _equal(
         return Equal(samples, n, layout.nbytes, settings)
     state = [*(t.detach() for t in leaves), *given.around.now()]
     key = settings.tiers, device, layout.nbytes
-    tier = KNOWN.tiers.got(key, lambda: tier_of(store, layout, state))
+    tier = KNOWN.got(Tier, key, lambda: tier_of(store, layout, state))
     offload = None
     if settings.offloads and samples[-1].saved is not None:
         page = _page_tier(store, device, settings)
@@ -182,7 +182,7 @@ def _page_tier(store: Store, device: torch.device, settings: Settings) -> Tier |
     blank = torch.empty(PAGE_BYTES, dtype=torch.uint8, device=device)
     layout, key = TensorLayout([blank], ["a page"]), (settings.tiers, device, "page")
     try:
-        return KNOWN.tiers.got(key, lambda: tier_of(store, layout, [blank]))
+        return KNOWN.got(Tier, key, lambda: tier_of(store, layout, [blank]))
     except (BudgetError, StoreError) as error:  # room for states, but for no page of tapes
         if settings.planner == "offload":
             raise type(error)(
@@ -202,9 +202,9 @@ def _steps_of(
     facts, found = given.facts, list[KindCost]()
     for kind in facts.kinds:
         key = _key(given, kind, survey)
-        cost = KNOWN.kinds.get(key)
+        cost = KNOWN.get(KindCost, key)
         if cost is None:
-            cost = KNOWN.kinds.put(key, measured_kind(given, kind, survey.state_before(kind)))
+            cost = KNOWN.put(key, measured_kind(given, kind, survey.state_before(kind)))
         found.append(replace(cost, parameters=kind.parameters))
     nodes = sum(facts.kinds[number].weight[0] for number in facts.steps)
     taken = beyond_free(node_bytes(nodes, given.device))

@@ -6,61 +6,22 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 from ...model.tier import Tier
 from ..environment.places import inside
-from ..measurement.checking import Checked
 from .cells import Cell, Cells
-from .costs import KindCost, Sampled
 from .samples import Samples as Looks
 from .unroll_plan import UnrollPlan
 
-_REMEMBERED = 64
+_REMEMBERED = 1024
 _AGAIN = 20  # sequences after which a tier that was late is measured again
 
 _V = TypeVar("_V")
-
-
-class Memory(Generic[_V]):
-    """What was found last, by kind; for all threads."""
-
-    def __init__(self, most: int = _REMEMBERED) -> None:
-        self._most = most
-        self._lock = threading.Lock()
-        self._found: OrderedDict[object, _V] = OrderedDict()
-
-    def get(self, key: object) -> _V | None:
-        """Return the value of a key, None if it is not kept; it is the last to be dropped."""
-        with self._lock:
-            if key in self._found:
-                self._found.move_to_end(key)
-            return self._found.get(key)
-
-    def put(self, key: object, value: _V) -> _V:
-        """Keep a value, drop those beyond the limit, and return the value."""
-        with self._lock:
-            self._found[key] = value
-            self._found.move_to_end(key)
-            while len(self._found) > self._most:
-                self._found.popitem(last=False)
-        return value
-
-    def drop(self, is_gone: Callable[[object, _V], bool]) -> None:
-        """Forget the keys and values of which `is_gone` is true."""
-        with self._lock:
-            for key, value in list(self._found.items()):
-                if is_gone(key, value):
-                    del self._found[key]
-
-    def got(self, key: object, find: Callable[[], _V]) -> _V:
-        """Return what is known, or else find it; two threads may both find it."""
-        known = self.get(key)
-        return self.put(key, find()) if known is None else known
 
 
 @dataclass(slots=True)
@@ -88,64 +49,75 @@ class Known:
         return self.plan.planner == "keep" or limit <= 2 * self.plan.memory_bytes
 
 
-@dataclass(slots=True)
 class Remembered:
-    """The one memory of `unroll`, for all threads.
+    """The one memory of `unroll`: what was found last, by class and key; for all threads.
 
-    Attributes
-    ----------
-    samples : Memory of Sampled
-        What chunks of equal steps cost, by kind.
-    kinds : Memory of KindCost
-        What steps cost, by kind.
-    plans : Memory of Known
-        By what tiers were given as, the kinds of steps and their order.
-    checked : Memory of Checked
-        By the kinds of steps, and whether steps run again.
-    sequences : Memory of int
-        How many there were, by the objects of their cells.
-    tiers : Memory of Tier
-        How fast tiers are; the first item of a key is what they were given as.
-    late : Memory of int
-        By what tiers were given as: after how many sequences they are measured again.
+    - Sampled, by kind: what chunks of equal steps cost;
+    - KindCost, by kind: what a step costs;
+    - Known, by what tiers were given as, the kinds of steps and their order: plans;
+    - Checked, by the kinds of steps, and whether steps run again;
+    - Tier, by what tiers were given as, and what moves: how fast they are;
+    - int, by the objects of cells: how many sequences there were; by what tiers were given as:
+      after how many sequences those that were late are measured again.
     """
 
-    samples: Memory[Sampled] = field(default_factory=Memory)
-    kinds: Memory[KindCost] = field(default_factory=lambda: Memory(1024))
-    plans: Memory[Known] = field(default_factory=lambda: Memory(512))
-    checked: Memory[Checked] = field(default_factory=Memory)
-    sequences: Memory[int] = field(default_factory=lambda: Memory(512))
-    tiers: Memory[Tier] = field(default_factory=Memory)
-    late: Memory[int] = field(default_factory=Memory)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: OrderedDict[tuple[type, object], object] = OrderedDict()
+
+    def get(self, kind: type[_V], key: object) -> _V | None:
+        """Return the value of a key, None if it is not kept; it is the last to be dropped."""
+        with self._lock:
+            if (kind, key) in self._found:
+                self._found.move_to_end((kind, key))
+            found: Any = self._found.get((kind, key))
+            value: _V | None = found
+        return value
+
+    def put(self, key: object, value: _V) -> _V:
+        """Keep a value, drop those beyond the limit, and return the value."""
+        with self._lock:
+            self._found[type(value), key] = value
+            self._found.move_to_end((type(value), key))
+            while len(self._found) > _REMEMBERED:
+                self._found.popitem(last=False)
+        return value
+
+    def got(self, kind: type[_V], key: object, find: Callable[[], _V]) -> _V:
+        """Return what is known, or else find it; two threads may both find it."""
+        known = self.get(kind, key)
+        return self.put(key, find()) if known is None else known
 
     def looks(self, cells: Cells, chunks: int) -> Looks:
         """Return the chunks of the next sequence of some cells that are looked at more closely."""
-        kind = tuple([_object_of(each.given) for each in cells.each])
-        number = self.sequences.put(kind, (self.sequences.get(kind) or 0) + 1) - 1
+        kind = "sequences", tuple([_object_of(each.given) for each in cells.each])
+        number = self.put(kind, (self.get(int, kind) or 0) + 1) - 1
         return Looks(number, chunks, watch=not cells.is_compiled())
 
     def was_late(self, tiers: object, plan: UnrollPlan, key: object, rates: Tier) -> None:
         """Plan the next sequences for a tier as slow as it was, until it is measured again."""
-        if self.tiers.get(key) is not None:
-            self.tiers.put(key, rates)
-        self.late.put(tiers, _AGAIN)
-        self.plans.drop(lambda _, known: known.plan is plan)
+        if self.get(Tier, key) is not None:
+            self.put(key, rates)
+        self.put(("late", tiers), _AGAIN)
+        self._drop(lambda _, value: isinstance(value, Known) and value.plan is plan)
 
     def renew(self, tiers: object) -> None:
         """Count a sequence with some tiers; forget their rates when they are to be measured."""
-        left = self.late.get(tiers)
-        if left is None:
-            return
-        self.late.put(tiers, left - 1)
+        left = self.get(int, ("late", tiers))
+        if left:
+            self.put(("late", tiers), left - 1)
         if left == 1:
-            self.late.drop(lambda key, _: key == tiers)
-            self.tiers.drop(lambda key, _: _is_of(key, tiers))
-            self.plans.drop(lambda key, _: _is_of(key, tiers))
+            self._drop(
+                lambda key, value: (
+                    isinstance(value, Known | Tier) and isinstance(key, tuple) and key[0] == tiers
+                )
+            )
 
-
-def _is_of(key: object, tiers: object) -> bool:
-    """Whether a key begins with what tiers were given as."""
-    return isinstance(key, tuple) and key[0] == tiers
+    def _drop(self, is_gone: Callable[[object, object], bool]) -> None:
+        with self._lock:
+            for (kind, key), value in list(self._found.items()):
+                if is_gone(key, value):
+                    del self._found[kind, key]
 
 
 KNOWN = Remembered()

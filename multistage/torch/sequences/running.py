@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,21 +24,18 @@ from ...backends.lifetimes import Ending
 from ...errors import BudgetError, MultistageError
 from ...execute.executor import Executor
 from ...execute.late import EqualSteps, Late, Stages
-from ...model.tier import Tier
 from ...planners.single.revolve import revolve_schedule
-from ...reversing.streamed import largest_of
+from ...reversing.streamed import largest_of, probe_bytes
 from ...schedule.rules import Rules
 from ...schedule.simulation import simulate
-from ...schedule.timeline import Timeline
 from ...states.layout import Layout
-from ...states.slots import States
 from ...support.interrupts import Shield
 from ...support.progress import Bars
 from ..environment.randomness import cuda_or_cpu, refuse_hidden_draws
 from ..measurement.checking import Checked, check_chain
 from ..measurement.measure import hooks_silent
 from ..tensors.meter import Meter
-from ..tensors.states import TensorLayout, TensorState, TensorStates
+from ..tensors.states import TensorLayout, TensorState
 from ..tiers.by_name import open_tiers
 from .allowances import Allowance
 from .arguments import Settings
@@ -50,15 +47,14 @@ from .planning import planned
 from .remembered import KNOWN, Known
 from .results import Collector, Outputs, Unrolled, results_of
 from .samples import Samples
-from .search import rates_key
 from .surroundings import Surroundings
 from .survey import Survey
-from .through_time import Computation, ThroughTime
+from .through_time import Computation, Gradients, ThroughTime
 from .unroll_plan import UnrollPlan
 
 _log = logging.getLogger(__name__)
 _CHECKED = 12  # steps at most that a check runs from state 0
-_SLOWER = 2.0  # times as slow as planned a late tier is taken to be, of which nothing was seen
+_SLOWER = 1.2  # times as slow as planned, at least, a tier is that was late
 
 
 def plainly(
@@ -109,7 +105,7 @@ def run(
     # States of several sizes go by way of host memory.
     place = device if facts.equal else torch.device("cpu")
     store = open_tiers(settings.tiers, place, varied=not facts.equal)
-    layout = TensorLayout([*leaves, *around.now()], given.names(len(leaves)))
+    layout = given.states(leaves).layout(TensorState([*leaves, *around.now()]))
 
     def checked(plan: UnrollPlan, steps: Steps | None) -> Checked:
         return _checked(given, survey, state, plan, steps)
@@ -170,7 +166,7 @@ def _scheduled(
 ) -> Unrolled[object, object]:
     """Run the steps by a plan."""
     chosen, settings = known.plan, given.settings
-    plan, names = chosen.plan, given.names(len(pytree.tree_leaves(state)))
+    plan, leaves = chosen.plan, pytree.tree_leaves(state)
     assert plan is not None
     # Of equal chunks the last may be shorter: a range takes no memory.
     cuts = chosen.cuts or range(0, given.inputs.steps + chosen.chunk, chosen.chunk)
@@ -182,123 +178,55 @@ def _scheduled(
         chain.weighs = not known.weighed
         chain.done = partial(setattr, known, "weighed", True)
     chain.samples = KNOWN.looks(given.cells, chain.n_steps)
-    course = _course(given, chosen, store if plan.writes else None, layout, names)
-    return _through(chain, state, course, Bars(settings.progress))
-
-
-def _through(
-    chain: ThroughTime, state: object, course: Course, bars: Bars
-) -> Unrolled[object, object]:
-    """Run a chain of the steps by a schedule."""
-    leaves = pytree.tree_leaves(state)
-    run = Sweep(chain, chain.first(leaves), course, bars)
-    wanted = [*leaves, *chain.inputs.tensors(), *chain.facts.parameters]
-    try:
-        found = _ThroughAutograd.apply(run, *wanted)
-    except BaseException:
-        run.close()  # now: a traceback may keep it for long
-        raise
-    spec = chain.spec(chain.n_steps)
-    values = [None if n is None else found[n] for n in run.places]
-    loss, reduced = results_of(chain.facts, values[spec.num_leaves :])
-    return Unrolled(pytree.tree_unflatten(values[: spec.num_leaves], spec), loss, reduced, None)
-
-
-def _course(
-    given: Computation,
-    chosen: UnrollPlan,
-    store: Store | None,
-    layout: TensorLayout,
-    names: Sequence[str],
-) -> Course:
-    """Return how chunks are run, and on without a tier that is late.
-
-    Equal ones are run in slots; where they differ each action is judged byte by byte.  The
-    limit is the user's; what the caller holds and the buffers of the tier are beside it.
-    """
-    plan, settings, is_chain = chosen.plan, given.settings, not given.facts.equal
-    assert plan is not None
-    course = Course(plan.schedule, TensorStates(names, varied=is_chain), store=store)
-    if not is_chain:
-        step_s, record = plan.step_costs.forward_step_s, layout.record
-        course = replace(course, step_s=step_s, slots=plan.slots, record=record)
+    bars, store = Bars(settings.progress), store if plan.writes else None
+    stores = () if store is None else (store,)
+    record, slots, rules = layout.record, math.inf, None
+    if given.facts.equal:
+        slots = plan.slots
     else:
-        costs, step_s = plan.stage_costs, plan.stage_costs.mean().forward_step_s
+        # Each action is judged byte by byte.  The limit is the user's; what the caller holds and
+        # the buffers of the tier are beside it.
+        costs = plan.stage_costs
         record, reserved = largest_of(costs), costs.stages[-1].output_bytes
-        reserved += 0 if store is None else store.buffer_bytes(record)
+        if store is not None:
+            reserved += store.buffer_bytes(record)
+            store.queue_depth = max(store.queue_depth, plan.writes)
         rules = partial(Rules.in_bytes, costs, chosen.memory_bytes - reserved, recovers=True)
-        course = replace(course, step_s=step_s, rules=rules, record=record)
-    if store is None:
-        return course
-    stages: Stages | None = None
-    # Of what was planned, not of what is known by now: a second backward tells it again.
-    if not is_chain:
-        key: object = (settings.tiers, given.device, layout.nbytes)
-        (rates,) = plan.tiers
-    else:
-        store.queue_depth = max(store.queue_depth, plan.writes)
-        stages, key = Stages(plan, inside=False), rates_key(settings, costs)
-        planned_for = KNOWN.tiers.get(key) or plan.tier
-        assert planned_for is not None
-        rates = planned_for
-
-    def was_late(timeline: Timeline) -> None:
-        seen = _slowed(rates, timeline) if stages is None else stages.slowed(rates)
-        KNOWN.was_late(settings.tiers, chosen, key, seen)
-
-    late = Late(stages or EqualSteps(plan.n_steps, plan.slots, plan.tiers, True))
-    return replace(course, late=late, was_late=was_late)
-
-
-def _slowed(tier: Tier, timeline: Timeline) -> Tier:
-    """Return a tier as slow as a sweep that went on without it has seen it."""
-    write_s, read_s = (
-        timeline.totals_s[kind] / timeline.counts[kind] if timeline.counts[kind] else 0.0
-        for kind in ("write", "read")
+    executor = Executor[TensorState, Gradients](
+        bars.watch(chain, max(1e-9, plan.makespan_s / (3 * plan.n_steps))),
+        stores,
+        slots=slots,
+        rules=rules,
+        states=given.states(leaves),
+        progress=bars.update if bars.shown else None,
     )
-    if write_s <= tier.write_s and read_s <= tier.read_s:
-        return tier.slower(_SLOWER)
-    return replace(tier, write_s=max(tier.write_s, write_s), read_s=max(tier.read_s, read_s))
+    late = None if store is None else _late(given, chosen, layout)
+    return Sweep(chain, leaves, plan.schedule, executor, bars, record, late).run()
+
+
+def _late(
+    given: Computation, chosen: UnrollPlan, layout: TensorLayout
+) -> tuple[Late, Callable[[], None]]:
+    """Return what is asked where the tier is late, and what has it known to the next plans."""
+    plan, equal, tiers = chosen.plan, given.facts.equal, given.settings.tiers
+    assert plan is not None
+    key = tiers, given.device, layout.nbytes if equal else probe_bytes(plan.stage_costs)
+    stages = None if equal else Stages(plan, inside=False)
+    late = Late(stages or EqualSteps(plan.n_steps, plan.slots, plan.tiers, True))
+
+    def tell() -> None:
+        # Of what was planned, not of what is known by now: a second backward tells it again.
+        (planned,) = plan.tiers
+        if stages is None:
+            (slowed,) = late.slowed((planned.slower(_SLOWER),))
+        else:
+            slowed = stages.slowed(planned)
+        KNOWN.was_late(tiers, chosen, key, slowed)
+
+    return late, tell
 
 
 # ---------------------------------------------------------- one operation of autograd
-
-
-@dataclass(frozen=True, slots=True)
-class Course:
-    """How a chain of chunks is run.
-
-    Attributes
-    ----------
-    schedule : callable
-        Returns a fresh schedule.
-    states : States
-        What the chain's states are made of.
-    step_s : float
-        Predicted seconds of a chunk forward.
-    slots : float
-        For states that are alike.
-    rules : callable, optional
-        Makes the machine that judges each action, where states are not.
-    store : Store, optional
-        The slow tier, closed.
-    record : Layout, optional
-        What it is opened for.
-    late : Late, optional
-        What is asked where the tier is late.
-    was_late : callable, optional
-        Called with the timeline of a sweep that went on without its tier.
-    """
-
-    schedule: Callable[[], Schedule]
-    states: TensorStates
-    step_s: float = 1e-6
-    slots: float = math.inf
-    rules: Callable[[], Rules] | None = None
-    store: Store | None = None
-    record: Layout | None = None
-    late: Late | None = None
-    was_late: Callable[[Timeline], None] | None = None
 
 
 class Sweep:
@@ -307,35 +235,55 @@ class Sweep:
     Parameters
     ----------
     chain : ThroughTime
-    first : TensorState
-        State 0.
-    course : Course
+    leaves : sequence of Tensor
+        Of state 0.
+    schedule : callable
+        Returns a fresh schedule.
+    executor : Executor
+        Of the chain; its store, the slow tier, is closed.
     bars : Bars
+    record : Layout, optional
+        What the store is opened for.
+    late : (Late, callable), optional
+        What is asked where the tier is late; what is called when a sweep went on without it.
     """
 
-    def __init__(self, chain: ThroughTime, first: TensorState, course: Course, bars: Bars) -> None:
-        self.chain, self._first, self._course, self._bars = chain, first, course, bars
+    def __init__(
+        self,
+        chain: ThroughTime,
+        leaves: Sequence[Tensor],
+        schedule: Callable[[], Schedule],
+        executor: Executor[TensorState, Gradients],
+        bars: Bars,
+        record: Layout | None = None,
+        late: tuple[Late, Callable[[], None]] | None = None,
+    ) -> None:
+        self.chain, self._leaves, self._first = chain, leaves, chain.first(leaves)
+        self._schedule, self._executor, self._bars = schedule, executor, bars
+        self._late = late
         self._ready = False
         self.places: list[int | None] = []  # in the results, of the state's leaves and y's
-        store = course.store
-        states: States[TensorState, Any, Any] = course.states
-        self._executor: Executor[TensorState, Any] = Executor(
-            bars.watch(chain, course.step_s),
-            () if store is None else (store,),
-            slots=course.slots,
-            rules=course.rules,
-            states=states,
-            progress=bars.update if bars.shown else None,
-        )
         with Shield(up=True):  # what is open is also noted to be closed
-            if store is not None:
-                assert course.record is not None
-                store.open(course.record)
-            self._end = Ending(self, partial(_end, self._executor, store))
+            for store in executor.stores:
+                assert record is not None
+                store.open(record)
+            self._end = Ending(self, partial(_end, executor))
 
-    def close(self) -> None:
-        """Forget the sweep; close the tier and give it back."""
-        self._end()
+    def run(self) -> Unrolled[object, object]:
+        """Run the sequence forward; return its results, part of autograd's graph."""
+        chain, leaves = self.chain, self._leaves
+        del self._leaves  # the graph refers to us
+        wanted = [*leaves, *chain.inputs.tensors(), *chain.facts.parameters]
+        try:
+            found = _ThroughAutograd.apply(self, *wanted)
+        except BaseException:
+            self._end()  # now: a traceback may keep it for long
+            raise
+        spec = chain.spec(chain.n_steps)
+        values = [None if n is None else found[n] for n in self.places]
+        loss, reduced = results_of(chain.facts, values[spec.num_leaves :])
+        state = pytree.tree_unflatten(values[: spec.num_leaves], spec)
+        return Unrolled(state, loss, reduced, None)
 
     def forward(self) -> TensorState:
         """Run all steps; return the last state."""
@@ -347,17 +295,17 @@ class Sweep:
         return last
 
     def _run_forward(self) -> TensorState:
-        course = self._course
-        last = self._executor.forward(course.schedule(), self._first, late=course.late)
+        late = None if self._late is None else self._late[0]
+        last = self._executor.forward(self._schedule(), self._first, late=late)
         self._note_late()
         return last
 
     def _note_late(self) -> None:
         """Log that a sweep went on without its tier; the next one is planned for that."""
-        late, was_late = self._course.late, self._course.was_late
-        if late is not None and late.why and was_late is not None:
+        if self._late is not None and self._late[0].why:
+            late, tell = self._late
             _log.info("%s", late.why)
-            was_late(self._executor.timeline)
+            tell()
 
     def backward(
         self, adjoint: tuple[Tensor | None, ...], outputs: Sequence[Tensor | None]
@@ -379,9 +327,9 @@ class Sweep:
             return gradients
 
 
-def _end(executor: Executor[TensorState, Any], store: Store | None) -> None:
+def _end(executor: Executor[TensorState, Gradients]) -> None:
     executor.abort()
-    if store is not None:
+    for store in executor.stores:
         store.close()
 
 
@@ -473,14 +421,12 @@ def _checked_part(part: Computation, state: object, chosen: UnrollPlan) -> Check
         return results(plainly(part, state, size))
 
     def scheduled(state: object) -> object:
-        chain, names = ThroughTime(part, cuts), part.names(len(pytree.tree_leaves(state)))
-        chain.samples = Samples(None, chain.n_steps, watch=not cells.is_compiled())
-        states = TensorStates(names, varied=not facts.equal)
-        if facts.equal:
-            course = Course(partial(revolve_schedule, 1, chain.n_steps), states)
-        else:
-            course = Course(partial(_again, chain.n_steps), states)
-        return results(_through(chain, state, course, Bars(False)))
+        chain, leaves = ThroughTime(part, cuts), pytree.tree_leaves(state)
+        n = chain.n_steps
+        chain.samples = Samples(None, n, watch=not cells.is_compiled())
+        executor = Executor[TensorState, Gradients](chain, (), states=part.states(leaves))
+        again = partial(revolve_schedule, 1, n) if facts.equal else partial(_again, n)
+        return results(Sweep(chain, leaves, again, executor, Bars(False)).run())
 
     compared = partial(
         check_chain,

@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from ...actions import Evict, Reverse, Tape
 from ...backends.base import Store
 from ...errors import ArgumentError, BudgetError, StoreError
@@ -24,7 +26,7 @@ from ...model.tier import Tier
 from ...planners import Plan, plan
 from ...planners.chain.heterogeneous import plan_chain
 from ...planners.chain.joint_core import require_core
-from ...planners.chain.pieces import MOST_AT_ONCE, plan_within
+from ...planners.chain.pieces import plan_within
 from ...planners.streaming.interval import shortest_interval
 from ...reversing.streamed import (
     MOST_STREAMED,
@@ -44,7 +46,6 @@ _AS_GOOD = 1.02  # plans within this factor tie
 # How many chunks are tried; more only where these do not fit.
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192)
 _MORE_COUNTS = (400, 1000, 3000, 10_000, 100_000)
-_COARSE, _FINE = 100, 500  # slots of memory of the dynamic program
 _STREAMED = 96  # chunks at most that a tier is planned for, unless more are asked for
 # Parts of the limit at which a plan is sought that writes, where none of it pays.
 _LESS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -74,23 +75,24 @@ def choose(
     BudgetError
         If none fits; the message names the smallest limit that works, as far as is known.
     """
-    planner, keep, found = settings.planner, steps.keep_bytes, list[Found]()
-    if planner in ("auto", "keep") and (keep <= memory or planner == "keep"):
-        if keep > memory:
-            raise BudgetError(
-                f"plain autograd takes {keep} bytes ({format_bytes(keep)}) for {n_steps} steps, "
-                f"more than the limit of {memory}; use planner='auto'"
-            )
-        found.append(Found(steps.keep_s, keep, "keep"))
+    planner, keep = settings.planner, steps.keep_bytes
+    if planner == "keep" and keep > memory:
+        raise BudgetError(
+            f"plain autograd takes {keep} bytes ({format_bytes(keep)}) for {n_steps} steps, "
+            f"more than the limit of {memory}; use planner='auto'"
+        )
     if planner == "stream" and not has_tier:
         raise ArgumentError("planner 'stream' needs a tier, as in tiers=['file:///scratch']")
-    found += steps.found(memory, kept=bool(found))
+    if planner in ("auto", "keep") and keep <= memory:  # nothing is faster
+        found = [Found(steps.keep_s, keep, "keep")]
+    else:
+        found = steps.found(memory)
     if not found:
         raise _nothing_fits(planner, n_steps, memory, steps.smallest())
     found.sort(key=lambda entry: entry.seconds)
-    # Of those as good: plain autograd, else the one that takes the least memory.
+    # Of those as good, the one that takes the least memory.
     as_good = [entry for entry in found if entry.seconds <= _AS_GOOD * found[0].seconds]
-    best = min(as_good, key=lambda entry: (entry.planner != "keep", entry.peak_bytes))
+    best = min(as_good, key=lambda entry: entry.peak_bytes)
     return UnrollPlan(
         planner=best.planner,
         n_steps=n_steps,
@@ -159,7 +161,7 @@ class Equal:
         """
         return min(sample.turn_s / sample.chunk for sample in self.samples) * self.n_steps
 
-    def found(self, memory: int, *, kept: bool) -> list[Found]:
+    def found(self, memory: int) -> list[Found]:
         """Return the plans that fit, but for that of plain autograd.
 
         Raises
@@ -239,10 +241,15 @@ class Unequal:
     steps : Steps
     settings : Settings
     store : Store or None
+    device : torch.device
+        Where states lie.
     """
 
-    def __init__(self, steps: Steps, settings: Settings, store: Store | None) -> None:
+    def __init__(
+        self, steps: Steps, settings: Settings, store: Store | None, device: torch.device
+    ) -> None:
         self._steps, self._settings, self._store = steps, settings, store
+        self._device = device
         self._chunk, self._memory = settings.chunk, 0
         self.keep_bytes = plan_chain(steps.plain(), None, "store-all").peak_bytes
         self.keep_s = steps.seconds
@@ -264,8 +271,8 @@ class Unequal:
                 seen.add(cuts)
                 yield cuts
 
-    def found(self, memory: int, *, kept: bool) -> list[Found]:
-        """Return the plans that fit, but for that of plain autograd, which is `kept` or not.
+    def found(self, memory: int) -> list[Found]:
+        """Return the plans that fit, but for that of plain autograd.
 
         Raises
         ------
@@ -278,47 +285,28 @@ class Unequal:
                 "planner 'offload' takes steps that are alike; where they differ states travel, by "
                 "'stream'"
             )
-        recomputed = self._recomputed() if planner in ("auto", "recompute", "stream") else []
-        if planner not in ("auto", "stream") or self._store is None:
+        recomputed = self._recomputed()
+        if planner == "recompute" or self._store is None:
             return recomputed
-        found = [] if planner == "stream" else recomputed
-        if not kept:
-            require_core()
-            found = found + self._streamed_by(recomputed)
-        return found
+        require_core()
+        return ([] if planner == "stream" else recomputed) + self._streamed_by(recomputed)
 
     def _recomputed(self) -> list[Found]:
         """Return plans without a tier, the best way to cut first."""
-        found = self._tried(_COUNTS, _COARSE)
-        if not found and self._chunk is None:
-            for count in _MORE_COUNTS:
-                found = self._tried((count,), _COARSE)
-                if found or count >= len(self._steps):
-                    break
-            return found
-        if not found or self._chunk is not None:
-            return self._tried(_COUNTS, _FINE) or found
-        # Once more with finer memory, near the best.
-        best = min(found, key=lambda entry: entry.seconds)
-        count = len(best.cuts) - 1
-        near = {count, max(1, count * 3 // 4), count * 4 // 3}
-        finer = self._tried(sorted(c for c in near if c <= MOST_AT_ONCE), _FINE)
-        known = {entry.cuts for entry in finer}
-        found = finer + [entry for entry in found if entry.cuts not in known]
+        found: list[Found] = []
+        for counts in (_COUNTS, *((count,) for count in _MORE_COUNTS)):
+            for cuts in self._cuts(counts):
+                limit = max(1, self._memory - self._held)
+                try:
+                    with _beside(self._held):
+                        plan = plan_within(self._steps.chained(cuts), limit)
+                except BudgetError as error:
+                    self._fell_short(error)
+                else:
+                    found.append(self._entry(plan, "recompute", cuts, 0))
+            if found or self._chunk is not None or counts[-1] >= len(self._steps):
+                break
         return sorted(found, key=lambda entry: entry.seconds)
-
-    def _tried(self, counts: Iterable[int], slots: int) -> list[Found]:
-        found = []
-        for cuts in self._cuts(counts):
-            costs = self._steps.chained(cuts)
-            try:
-                with _beside(self._held):
-                    plan = plan_within(costs, max(1, self._memory - self._held), slots=slots)
-            except BudgetError as error:
-                self._fell_short(error)
-                continue
-            found.append(self._entry(plan, "recompute", cuts, 0))
-        return found
 
     def _fell_short(self, error: BudgetError, cuts: tuple[int, ...] = ()) -> None:
         if error.least_bytes is not None:
@@ -361,8 +349,8 @@ class Unequal:
         buffers = store.buffer_bytes(largest_of(costs))
         room = memory - self._held - buffers
         require_room(store, costs)
-        key = rates_key(self._settings, costs)
-        rates = KNOWN.tiers.got(key, lambda: measured_rates(store, nbytes))
+        key = self._settings.tiers, self._device, nbytes
+        rates = KNOWN.got(Tier, key, lambda: measured_rates(store, nbytes))
         rates = bounded(rates, store, costs)
         with _beside(self._held + buffers):
             plan = _streaming(costs, room, rates, by_name=by_name)
@@ -411,11 +399,6 @@ def _beside(nbytes: int) -> Iterator[None]:
         if error.least_bytes is None:
             raise
         raise BudgetError.below(str(error), error.least_bytes + nbytes) from error
-
-
-def rates_key(settings: Settings, costs: StageCosts) -> object:
-    """Return what the rates of a tier are remembered by, for states of about a size."""
-    return settings.tiers, probe_bytes(costs)
 
 
 def longest(cuts: Sequence[int]) -> int:

@@ -23,7 +23,7 @@ from ..measurement.checking import complain
 from ..tensors.checksums import Checksums
 from ..tensors.graphs import Walked, graph_begins, held_elsewhere, leaves_below, statistics_in, uses
 from ..tensors.meter import Meter
-from ..tensors.states import TensorState
+from ..tensors.states import TensorState, TensorStates
 from .allowances import Allowance
 from .arguments import Settings
 from .boundaries import Boundaries
@@ -64,9 +64,10 @@ class Computation:
     outputs: Outputs
     steps: tuple[int, int]
 
-    def names(self, count: int) -> list[str]:
-        """Return names of the tensors of a state of so many leaves, for messages."""
-        return [*(f"leaf {k} of the state" for k in range(count)), *self.around.names()]
+    def states(self, leaves: Sequence[Tensor]) -> TensorStates:
+        """Return what states are made of, of which one has these leaves; names for messages."""
+        names = [f"leaf {k} of the state" for k in range(len(leaves))]
+        return TensorStates([*names, *self.around.names()], varied=not self.facts.equal)
 
 
 @dataclass(slots=True)
