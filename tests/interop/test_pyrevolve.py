@@ -139,9 +139,6 @@ MAKERS: dict[str, Callable[[Problem, Path], Any]] = {
     "more than enough": lambda p, f: ours.MemoryRevolver(*p.operators(), NT + 9, NT),
     "one checkpoint": lambda p, f: ours.Revolver(*p.operators(), 1, NT),
     "disk": lambda p, f: ours.DiskRevolver(*p.operators(), 5, NT, filedir=str(f)),
-    "disk flag": lambda p, f: ours.SingleLevelRevolver(
-        *p.operators(), 5, NT, diskstorage=True, filedir=str(f), singlefile=False
-    ),
     "levels": lambda p, f: ours.MultiLevelRevolver(*p.operators(), NT, levels(p, f)),
     "disk first": lambda p, f: ours.MultiLevelRevolver(
         *p.operators(), NT, [storage.DiskStorage(p.size, 6, p.dtype, filedir=str(f), wd=1, rd=1)]
