@@ -17,12 +17,10 @@ from tabulate import tabulate
 
 from ..backends.urls import open_store
 from ..demos.lstm import LSTM, State, build, gradients_of
-from ..durable.status import inspect
 from ..errors import ArgumentError
 from ..measurement.chain import measure
 from ..model.budget import Budget
 from ..model.costs import Costs
-from ..model.stages import StageCosts
 from ..planners import PLANNERS
 from ..report import Report
 from ..reversal import Reversal
@@ -60,12 +58,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--planner", default="auto", choices=["auto", *PLANNERS], help="planner (auto)"
     )
-    parser.add_argument("--sweeps", type=int, help="training sweeps (4; 1 with --durable)")
-    parser.add_argument(
-        "--durable",
-        type=Path,
-        help="folder that keeps the sweep: after a kill the same command resumes it",
-    )
+    parser.add_argument("--sweeps", type=int, default=4, help="training sweeps (4)")
     parser.add_argument("--rate", type=float, default=0.004, help="learning rate of Adam (0.004)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (0)")
     parser.add_argument(
@@ -85,16 +78,10 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(text, flush=True)
 
-    if args.sweeps is None:
-        args.sweeps = 4 if args.durable is None else 1
     if args.sweeps < 1:
         raise ArgumentError(f"sweeps={args.sweeps} must be at least 1")
     if not 0 < args.rate < math.inf:
         raise ArgumentError(f"rate={args.rate} must be a finite number above 0")
-    if args.durable is not None and (args.sweeps > 1 or args.tiers is not None):
-        raise ArgumentError(
-            "--durable keeps one sweep and is its tier: leave --sweeps and --tiers out"
-        )
     args.output.mkdir(parents=True, exist_ok=True)
     model = build(args.n_steps, args.width, args.batch, np.float32, args.seed)
     layout = Layout.of(model.start())
@@ -114,38 +101,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _reversal(args: argparse.Namespace, model: LSTM, tier: str, say: Say) -> Reversal[State, Any]:
-    """Return the sweeps to train by, their costs measured."""
+def _measured(args: argparse.Namespace, model: LSTM, tier: str, say: Say) -> Costs:
+    """Return the costs of steps and of the tier, and show them."""
     say("\n== Measure")
-    options = {
-        "n_steps": args.n_steps,
-        "memory": args.memory,
-        "planner": args.planner,
-        "progress": shown(args),
-    }
-    reversal: Reversal[State, Any]
-    if args.durable is None:
-        costs = measure(
-            model.chain(),
-            model.start(),
-            args.n_steps,
-            open_store(tier),
-            adjoint=model.start(),
-            seconds=2.0,
-            progress=shown(args),
-        )
-        reversal = Reversal(model.chain(), tiers=tier, costs=costs, **options)
-    else:
-        if args.durable.exists():
-            say(f"{args.durable}: {inspect(args.durable).reason}.")
-        reversal = Reversal(
-            model.durable_chain(),
-            durable=args.durable,
-            durable_label=f"lstm of width {args.width}, batch {args.batch}, seed {args.seed}",
-            durable_every_s=1.0,
-            **options,
-        )
-        costs = reversal.prepare(model.start()).step_costs
+    costs = measure(
+        model.chain(),
+        model.start(),
+        args.n_steps,
+        open_store(tier),
+        adjoint=model.start(),
+        seconds=2.0,
+        progress=shown(args),
+    )
     assert costs.tier is not None
     for what, seconds in (
         ("forward step      T_A", costs.forward_step_s),
@@ -156,7 +123,7 @@ def _reversal(args: argparse.Namespace, model: LSTM, tier: str, say: Say) -> Rev
         ("a read's cost to the computing thread", costs.tier.read_overhead_s),
     ):
         say(f"{what:<40}{format_seconds(seconds):>10}")
-    return reversal
+    return costs
 
 
 @contextlib.contextmanager
@@ -175,8 +142,17 @@ def _told_if_stopped(reversal: Reversal[State, Any]) -> Iterator[None]:
 def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Say) -> dict[str, Any]:
     characters = args.n_steps * args.batch
     losses: list[float] = []
-    with _reversal(args, model, tier, say) as reversal, _told_if_stopped(reversal):
-        costs = reversal.costs
+    costs = _measured(args, model, tier, say)
+    reversal = Reversal(
+        model.chain(),
+        n_steps=args.n_steps,
+        memory=args.memory,
+        tiers=tier,
+        planner=args.planner,
+        costs=costs,
+        progress=shown(args),
+    )
+    with reversal, _told_if_stopped(reversal):
         say("\n== Plan and train")
         for sweep in range(args.sweeps):
             if sweep:
@@ -185,15 +161,10 @@ def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Say) -> dict[s
             reversal.forward(model.start())
             if not sweep:
                 say(f"{reversal.plan}\n")
-            if args.durable is None:
-                reversal.reverse(model.start())
-            else:
-                model.take(reversal.reverse(model.durable_adjoint()))
+            reversal.reverse(model.start())
             losses.append(model.loss / characters)
             report = reversal.report()
             rate = characters / report.makespan_s
-            if report.n_steps < args.n_steps:
-                say(f"resumed: {report.n_steps} adjoint steps were left")
             say(
                 f"sweep {sweep + 1}: loss {losses[-1]:.4f} per character, "
                 f"{format_seconds(report.makespan_s)}, {rate:,.0f} characters/s"
@@ -216,7 +187,7 @@ def _train(args: argparse.Namespace, model: LSTM, tier: str, say: Say) -> dict[s
 
 
 def _compare(
-    args: argparse.Namespace, model: LSTM, costs: Costs | StageCosts | None, last: Report, say: Say
+    args: argparse.Namespace, model: LSTM, costs: Costs, last: Report, say: Say
 ) -> dict[str, Any]:
     """Repeat the last sweep with other planners; return their reports if all gradients agree."""
     say("\n== The same sweep by other means")

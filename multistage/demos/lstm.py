@@ -20,7 +20,6 @@ from ..model.chain import FunctionChain
 from ..support.arrays import Bytes, Reals
 
 State = tuple[Reals, Reals]
-Adjoint = dict[str, Reals]
 
 # Rows of the matrix products that add up parameter gradients.
 _BLOCK_ROWS = 64
@@ -177,46 +176,6 @@ class LSTM:
     def chain(self) -> FunctionChain[State, State]:
         """Return the computation of a sweep."""
         return FunctionChain(self.step, self.adjoint_step)
-
-    def durable_chain(self) -> FunctionChain[State, Adjoint]:
-        """Return the same computation, its sums part of the adjoint; see `durable_adjoint`.
-
-        A durable run writes the adjoint and nothing else: sums kept beside it
-        would begin at zero when the run is resumed.
-        """
-
-        def adjoint_step(state: State, adjoint: Adjoint, i: int) -> Adjoint:
-            self.take(adjoint)
-            before = self.adjoint_step(state, (adjoint["h"], adjoint["c"]), i)
-            return self._with_sums(before)
-
-        return FunctionChain(self.step, adjoint_step)
-
-    def durable_adjoint(self) -> Adjoint:
-        """Return the adjoint of the last state, and sums that are zero; call `clear` before."""
-        for rows in self._noted_rows().values():
-            rows[...] = 0
-        return self._with_sums(self.start())
-
-    def _noted_rows(self) -> dict[str, Reals]:
-        return {
-            "noted_before": self._hidden_before,
-            "noted_after": self._hidden_after,
-            "noted_gates": self._gate_adjoints,
-            "noted_logits": self._logit_adjoints,
-        }
-
-    def _with_sums(self, state: State) -> Adjoint:
-        counts = np.array([self.loss, self._noted], np.float64)
-        sums = {"h": state[0], "c": state[1], "counts": counts}
-        return sums | self.gradients | self._noted_rows()
-
-    def take(self, adjoint: Adjoint) -> None:
-        """Go on with the sums in an adjoint, which may be one that was read from a disk."""
-        for name, mine in (self.gradients | self._noted_rows()).items():
-            if adjoint[name] is not mine:
-                mine[...] = adjoint[name]
-        self.loss, self._noted = float(adjoint["counts"][0]), int(adjoint["counts"][1])
 
     def update(self, characters: int, rate: float) -> None:
         """Take one step of Adam (Kingma & Ba 2015) on the mean loss per character."""

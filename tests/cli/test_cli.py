@@ -202,8 +202,6 @@ def test_demo_trains_and_compares(capsys, tmp_path: Path) -> None:
         (["demo", "lstm", "--n-steps=9", "--tiers=file:/nonexistent/x"], "it does not exist"),
         (["demo", "lstm", "--n-steps=9", "--memory=1 KiB"], "bytes needed for one state"),
         (["demo", "lstm", "--n-steps=9", "--memory=lots"], "'lots' is no byte count"),
-        (["demo", "lstm", "--durable=x", "--sweeps=2"], "--durable keeps one sweep"),
-        (["demo", "lstm", "--durable=x", "--tiers=memory:"], "leave --sweeps and --tiers out"),
         (["status", "/nonexistent"], "it does not exist"),
         (["clean", "/nonexistent"], "it does not exist"),
     ],

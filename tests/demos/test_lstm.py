@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from multistage import Costs, Reversal, Tier
+from multistage import Costs, Tier
 from multistage.demos.lstm import LSTM, State, build, encode, gradients_of, standard_library
 from multistage.errors import ArgumentError
 from multistage.states.layout import Array
@@ -77,36 +75,3 @@ def test_sizes_below_one_are_refused(wrong: str) -> None:
     sizes = {"n_steps": 4, "width": 4, "batch": 1, wrong: 0}
     with pytest.raises(ArgumentError, match=f"{wrong}=0 must be at least 1"):
         build(**sizes, dtype=np.float64)
-
-
-def test_a_durable_sweep_is_resumed_with_its_sums(tmp_path: Path) -> None:
-    model, fresh = build(STEPS, 5, 3, np.float32), build(STEPS, 5, 3, np.float32)
-    gradients, loss = store_all(model, STEPS), model.loss
-
-    def sweep(model: LSTM, breaks_at: int) -> None:
-        chain, reverse = model.durable_chain(), model.adjoint_step
-
-        def breaking(state: State, adjoint: State, i: int) -> State:
-            if i == breaks_at:
-                raise KeyboardInterrupt
-            return reverse(state, adjoint, i)
-
-        model.adjoint_step = breaking  # type: ignore[method-assign]
-        model.clear()
-        with Reversal(
-            chain,
-            n_steps=STEPS,
-            memory=f"{SLOTS} slots",
-            costs=COSTS,
-            durable=tmp_path / "run",
-            durable_every_s=0,
-        ) as run:
-            run.forward(model.start())
-            model.take(run.reverse(model.durable_adjoint()))
-
-    with pytest.raises(KeyboardInterrupt):
-        sweep(model, STEPS // 2)
-    sweep(fresh, -1)  # a process that knows nothing of the sums so far
-    assert fresh.loss == loss
-    found = gradients_of(fresh)
-    assert all(np.array_equal(found[name], gradients[name]) for name in gradients)
