@@ -35,13 +35,12 @@ Two steps with one slot: step 0 runs again before its adjoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypeAlias
 
-# Schedules make millions of actions, so those that every step needs set their
-# slots through the descriptors: the `__init__` that dataclass generates for a
-# frozen value looks `object.__setattr__` up for each field and takes a third
-# longer.
+# Schedules make millions of actions, so these set their slots through the
+# descriptors: the `__init__` that dataclass generates for a frozen value looks
+# `object.__setattr__` up for each field and takes twice as long.
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,33 +151,30 @@ class EndForward:
     """The forward sweep is over: state n is live."""
 
 
-def _setter(kind: type, name: str) -> Callable[[object, int], None]:
-    setter: Callable[[object, int], None] = getattr(kind, name).__set__
-    return setter
+def _set_directly(kind: type) -> None:
+    first, *others = (getattr(kind, field.name).__set__ for field in fields(kind))
+
+    def of_one(self: object, step: int) -> None:
+        first(self, step)
+
+    def of_two(self: object, start: int, stop: int) -> None:
+        first(self, start)
+        others[0](self, stop)
+
+    def of_a_copy(self: object, step: int, tier: int = 0, tape: bool = False) -> None:
+        first(self, step)
+        others[0](self, tier)
+        others[1](self, tape)
+
+    def of_a_token(self: object, token: int) -> None:
+        first(self, token)
+
+    made = of_a_token if kind is Await else (of_one, of_two, of_a_copy)[len(others)]
+    setattr(kind, "__init__", made)  # noqa: B010
 
 
-def _init_of_step(kind: type) -> Callable[[object, int], None]:
-    set_step = _setter(kind, "step")
-
-    def __init__(self: object, step: int) -> None:
-        set_step(self, step)
-
-    return __init__
-
-
-def _init_of_steps(kind: type) -> Callable[[object, int, int], None]:
-    set_start, set_stop = _setter(kind, "start"), _setter(kind, "stop")
-
-    def __init__(self: object, start: int, stop: int) -> None:
-        set_start(self, start)
-        set_stop(self, stop)
-
-    return __init__
-
-
-setattr(Advance, "__init__", _init_of_steps(Advance))  # noqa: B010
-for _kind in (Reverse, Save, Load, Free):
-    setattr(_kind, "__init__", _init_of_step(_kind))  # noqa: B010
+for _kind in (Advance, Tape, Reverse, Save, Load, Free, Offer, Put, Get, Await, Evict, Drop):
+    _set_directly(_kind)
 
 Action: TypeAlias = (
     Advance

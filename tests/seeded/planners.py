@@ -64,9 +64,9 @@ planners/test_planners.py
 
 execute/test_executor.py
 -         if (yield Await(token)) is False:
--             self.stored.discard(step)
+-             if staged
 +         if (yield Await(token)) is None:
-+             self.stored.discard(step)
++             if staged
 
 planners/test_planners.py
 - max(one_less[k], read_s)
@@ -99,9 +99,8 @@ planners/test_overlap.py
 + rules.used - 1, max(rules.used, rules.peak) - 1
 
 planners/test_resumed.py
-- memory.stored.discard(step)
--             continue
-+ continue
+- if landed is False:
++ if landed is None:
 
 planners/test_heterogeneous.py
 - stack.append((k, t, m - int(self.sizes.state[k])))

@@ -219,16 +219,10 @@ def _pattern(length: int, slots: int, keep_first: bool) -> tuple[int, ...]:
     return tuple(chain.from_iterable(reverse_codes(0, length, slots, keep_first)))
 
 
-def _batches(start: int, stop: int, slots: int, keep_first: bool) -> Iterator[Iterable[int]]:
-    if native.available():
-        return native.revolve_codes(start, stop, slots, keep_first)
-    return iter(reverse_codes(start, stop, slots, keep_first))
-
-
 def reverse_actions(
     start: int, stop: int, slots: int, *, keep_first: bool = False
-) -> Iterator[Action]:
-    """Yield the actions that reverse steps start..stop-1 from live state `start`.
+) -> Iterable[Action]:
+    """Return the actions that reverse steps start..stop-1 from live state `start`.
 
     Parameters
     ----------
@@ -238,16 +232,18 @@ def reverse_actions(
     keep_first : bool
         Checkpoint `start` is held already (not counted in `slots`) and stays.
     """
-    slots = min(slots, stop - start)
-    if stop - start <= _CACHED_LENGTH:
-        yield from _actions(_pattern(stop - start, slots, keep_first), start)
-        return
-    for batch in _batches(start, stop, slots, keep_first):
-        yield from _actions(batch, 0)
+    length = stop - start
+    slots = min(slots, length)
+    if length <= _CACHED_LENGTH:
+        return _actions(_pattern(length, slots, keep_first), start)
+    if native.available():
+        batches = native.revolve_codes(start, stop, slots, keep_first)
+        return chain.from_iterable(map(_actions, batches))
+    return chain.from_iterable(map(_actions, reverse_codes(start, stop, slots, keep_first)))
 
 
-def _actions(codes: Iterable[int], offset: int) -> list[Action]:
-    """Make actions of flat (code, a, b) triples; a list is passed on faster than yields."""
+def _actions(codes: Iterable[int], offset: int = 0) -> list[Action]:
+    """Make actions of flat (code, a, b) triples."""
     flat = iter(codes)
     triples = zip(flat, flat, flat, strict=True)
     if offset:
@@ -261,12 +257,13 @@ def _actions(codes: Iterable[int], offset: int) -> list[Action]:
 _OF_ONE_STEP: tuple[Callable[[int], Action], ...] = (Reverse, Reverse, Save, Load, Free)
 
 
-def forward_and_reverse(actions: Iterator[Action]) -> Schedule:
+def forward_and_reverse(actions: Iterable[Action]) -> Schedule:
     """Turn the reversal of steps up to n into a schedule with its two phases.
 
     The first adjoint step is preceded by its taped forward step, so that
     state n exists at `EndForward`.
     """
+    actions = iter(actions)
     for action in actions:
         if type(action) is Reverse:
             yield Tape(action.step)

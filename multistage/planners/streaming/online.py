@@ -348,9 +348,7 @@ def resumed_schedule(
     (['EndForward', 'Get', 'Await', 'Load', 'Get'], 4)
     """
     memory = SweepMemory(_sweep(_with_tier(costs), slots, n_steps))
-    for step in stored:
-        memory.stored.add(step)
-        memory.readable.append(step)
+    memory.readable.extend(stored)
     return _forward(memory, n_steps, is_last) if end is None else _reverse(memory, end)
 
 
@@ -360,8 +358,7 @@ def _forward(memory: SweepMemory, n: int | None, is_last: IsLast | None) -> Sche
         yield Tape(0)
         yield EndForward()
         yield Reverse(0)
-        for step in memory.stored:
-            yield Drop(step)
+        yield from map(Drop, memory.readable)
         return
     start, first = 0, 0.0
     while memory.readable:
@@ -370,14 +367,12 @@ def _forward(memory: SweepMemory, n: int | None, is_last: IsLast | None) -> Sche
         landed = yield Await(memory.pending.popleft()[1])
         if landed is False:
             memory.used -= 1
-            memory.stored.discard(step)
             continue
         yield Load(step)
         yield Free(step)
         memory.used -= 1
         start = step
         if n is not None and step == n - 1:  # used up by the first adjoint step
-            memory.stored.discard(step)
             yield Drop(step)
             break
         memory.readable.append(step)

@@ -34,6 +34,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import Any
 
 from ...actions import (
     Action,
@@ -51,7 +52,6 @@ from ...actions import (
     Schedule,
     Tape,
 )
-from ...support.step_sets import StepSet
 from ..single.binomial import reverse_actions
 from .reserve import Reservation
 
@@ -147,22 +147,21 @@ class SweepMemory:
         self.pinned: set[int] = set()  # held steps whose write was not awaited
         self.queued: deque[int] = deque()  # in slots until the tier takes them, ascending
         self.parked: set[int] = set()  # queued ones it took: staged in the slots they had
-        self.stored = StepSet()  # steps in the tier
         self.readable = array("q")  # steps in the tier and in no slot, ascending
-        self.pending: deque[tuple[int, int]] = deque()  # step, token of reads, descending
+        self.pending: deque[tuple[int, Any]] = deque()  # step, token of reads, descending
+        self.unwritten: set[int] = set()  # steps that are read, though their write was lost
         self.leftover: deque[tuple[int, int]] = deque()  # used up but pinned: step, adjoint then
         self.ended = False
         self.depth = sweep.depth
 
     # ------------------------------------------------------------------ writes
 
-    def offer(self, step: int, held: bool) -> Schedule:
-        """Offer live state `step`; record the write if it is taken."""
+    def offer(self, step: int, held: bool) -> Generator[Action, Answer, bool]:
+        """Offer live state `step`, record the write if it is taken; return whether it is."""
         token = yield Offer(step)
         if token is None:
-            return
+            return False
         self.writing.append((int(token), step, not held))
-        self.stored.add(step)
         if held:
             self.pinned.add(step)
         else:
@@ -176,14 +175,16 @@ class SweepMemory:
         # fewer than q were waiting: all but the last q are done.
         while len(self.writing) > self.sweep.queue_depth:
             yield from self.settle()
+        return True
 
     def settle(self) -> Schedule:
         """Await the oldest write."""
         token, step, staged = self.writing.popleft()
         if (yield Await(token)) is False:
-            self.stored.discard(step)
             if staged and step in self.readable:
                 self.readable.remove(step)
+            elif staged:
+                self.unwritten.add(step)
         elif not staged:
             self.written.append(step)
         if staged:
@@ -197,10 +198,8 @@ class SweepMemory:
 
     def send_queued(self) -> Schedule:
         """Offer what is queued, the oldest first, until the tier refuses."""
-        left = -1
-        while self.queued and len(self.queued) != left:
-            left = len(self.queued)
-            yield from self.offer(self.queued[0], held=False)
+        while self.queued and (yield from self.offer(self.queued[0], held=False)):
+            pass
 
     def hold(self, step: int) -> None:
         """Keep a parked state where it is: what needs it comes before its write is over."""
@@ -213,12 +212,14 @@ class SweepMemory:
             (token, each, staged and each != step) for token, each, staged in self.writing
         )
 
-    def queue(self, step: int) -> Schedule:
-        """Keep live state `step` until the tier takes it, if slots allow."""
-        if len(self.queued) < self.sweep.backlog and self.used < self.sweep.slots:
-            yield Save(step)
-            self.used += 1
-            self.queued.append(step)
+    def queue(self, step: int) -> Generator[Action, Answer, bool]:
+        """Keep live state `step` until the tier takes it; return whether slots allow that."""
+        if len(self.queued) >= self.sweep.backlog or self.used >= self.sweep.slots:
+            return False
+        yield Save(step)
+        self.used += 1
+        self.queued.append(step)
+        return True
 
     def oldest_unwritten(self) -> Generator[Action, Answer, int]:
         """Choose the oldest state without a write; where all are being written, await one."""
@@ -234,11 +235,16 @@ class SweepMemory:
 
     def prefetch(self) -> Schedule:
         """Begin to read the highest state that no slot has."""
-        step = self.readable.pop()
-        token = yield Get(step)
-        assert token is not None
+        self.pending.append((self.readable[-1], (yield Get(self.readable.pop()))))
         self.used += 1
-        self.pending.append((step, int(token)))
+
+    def prefetch_last(self, step: int) -> Generator[Action, Answer, bool]:
+        """Read a state that is needed now; False if its write is awaited for room, and lost."""
+        yield from self.room()
+        if not self.readable or self.readable[-1] != step:
+            return False
+        yield from self.prefetch()
+        return True
 
     def release(self, anchor: int, end: int) -> Schedule:
         """Give back the slot, and the stored copy if any, of a held anchor that is done with."""
@@ -247,11 +253,19 @@ class SweepMemory:
             return
         yield Free(anchor)
         self.used -= 1
-        if anchor in self.stored:
-            if self.written and self.written[-1] == anchor:
-                self.written.pop()
-            self.stored.discard(anchor)
+        if self.forget(anchor):
             yield Drop(anchor)
+
+    def forget(self, step: int) -> bool:
+        """Return whether a state that is held no more is in the tier too."""
+        written = self.written
+        k = len(written) - 1
+        while k >= 0 and written[k] > step:  # of leftover ones
+            k -= 1
+        if k < 0 or written[k] != step:
+            return False
+        del written[k]
+        return True
 
     # ------------------------------------------------------------------- slots
 
@@ -273,12 +287,9 @@ class SweepMemory:
         step, _ = self.leftover.popleft()
         while step in self.pinned:
             yield from self.settle()
-        if step in self.written:
-            self.written.remove(step)
         yield Free(step)
         self.used -= 1
-        if step in self.stored:
-            self.stored.discard(step)
+        if self.forget(step):
             yield Drop(step)
 
     def reclaimable(self) -> int:
@@ -291,8 +302,7 @@ class SweepMemory:
             yield from self.clear_leftover()
         while self.writing:
             yield from self.settle()
-        for step in self.stored:
-            yield Drop(step)
+        yield from map(Drop, self.readable)
 
 
 # ---------------------------------------------------------------- intervals
@@ -337,7 +347,11 @@ def revolve(
     memory: SweepMemory, start: int, end: int, free: int, keep_first: bool = True
 ) -> Schedule:
     """Reverse start..end-1 by Revolve in `free` slots; `keep_first` as for `reverse_actions`."""
-    for action in reverse_actions(start, end, free, keep_first=keep_first):
+    actions = reverse_actions(start, end, free, keep_first=keep_first)
+    if memory.ended and memory.sweep.slots - memory.used >= min(free, end - start - 1):
+        yield from actions
+        return
+    for action in actions:
         kind = type(action)
         if kind is Save:
             yield from memory.room()
@@ -384,7 +398,7 @@ def ring_forward(
     """
     sweep = memory.sweep
     extra, skip, spacing, slots = sweep.extra, sweep.skip, sweep.spacing, sweep.slots
-    held, stored = memory.held, memory.stored
+    held = memory.held
     i, at = yield from _offer_until(memory, min(sweep.keep_from, (n or 1) - 1), start, first)
     end_start = n if sweep.end_start is None else sweep.end_start
     while n is None or i < n - 1:
@@ -406,11 +420,8 @@ def ring_forward(
         yield Save(i)
         memory.used += 1
         held.append(i)
-        if i >= int(at) or i in extra:
-            if i not in skip:
-                yield from memory.offer(i, held=True)
-            if i in skip or i in stored:
-                at = max(at + spacing, i + spacing - 1)
+        if (i >= int(at) or i in extra) and (i in skip or (yield from memory.offer(i, held=True))):
+            at = max(at + spacing, i + spacing - 1)
         yield Advance(i, i + 1)
         i += 1
         if is_last is not None and is_last(i):
@@ -440,8 +451,8 @@ def _offer_until(
 
     Returns `stop` and the next nominal position.
     """
-    sweep = memory.sweep
-    end_start = math.inf
+    sweep, queued = memory.sweep, memory.queued
+    slots, skip, end_start = sweep.slots, sweep.skip, math.inf
     if sweep.backlog and sweep.end_start is not None:
         end_start = sweep.end_start
     extras = sorted(sweep.extra)
@@ -451,15 +462,17 @@ def _offer_until(
         if position > live:
             yield Advance(live, position)
             live = position
-        if position not in sweep.skip:
-            yield from memory.send_queued()
-            if not memory.queued:
-                yield from memory.room()
-                yield from memory.offer(position, held=False)
-            if position not in memory.stored:
-                yield from memory.queue(position)
-        taken = position in memory.stored or position in sweep.skip or position in memory.queued
-        if position >= int(at) and taken:
+        taken = position in skip
+        if not taken:
+            if queued:
+                yield from memory.send_queued()
+            if not queued:
+                if memory.used >= slots:
+                    yield from memory.room()
+                taken = yield from memory.offer(position, held=False)
+            if not taken:
+                taken = yield from memory.queue(position)
+        if taken and position >= int(at):
             before, at = at, max(at + sweep.spacing, position + sweep.spacing - 1)
             if at > end_start:
                 spacing = sweep.end_spacing
@@ -493,57 +506,50 @@ def reverse_sweep(memory: SweepMemory, end: int) -> Schedule:
 
     Where every checkpoint is lost the rest is reversed from the caller's state 0.
     """
-    yield from _down(memory, end)
-    yield from memory.clear_all()
-
-
-def _down(memory: SweepMemory, end: int) -> Schedule:
-    held, pending, readable = memory.held, memory.pending, memory.readable
-    slots = memory.sweep.slots
+    held, pending, readable, sweep = memory.held, memory.pending, memory.readable, memory.sweep
+    slots, leftover, writing = sweep.slots, memory.leftover, memory.writing
     while end > 0:
-        while memory.leftover and memory.leftover[0][1] - end >= memory.sweep.drain_steps:
+        while leftover and leftover[0][1] - end >= sweep.drain_steps:
             yield from memory.clear_leftover()
         top = held[-1] if held else -1
         coming = pending[0][0] if pending else (readable[-1] if readable else -1)
-        anchor = max(top, coming)
+        anchor, was_read = max(top, coming), coming > top
         if anchor < 0:  # every checkpoint is lost: Revolve from the caller's state 0
             yield Load(0)
             yield from revolve(memory, 0, end, memory.reclaimable())
-            return
-        if coming > top:
-            if not pending:
-                yield from memory.room()
-                if not readable or readable[-1] != anchor:
-                    continue  # its write was awaited to make room, and was lost
-                yield from memory.prefetch()
+            break
+        if was_read:
+            if not pending and not (yield from memory.prefetch_last(anchor)):
+                continue
             if (yield Await(pending.popleft()[1])) is False:
                 memory.used -= 1
-                memory.stored.discard(anchor)
+                memory.unwritten.discard(anchor)
                 continue
-            while memory.writing and memory.writing[0][1] <= anchor:
+            while writing and writing[0][1] <= anchor:
                 yield from memory.settle()  # done: the read came behind them
         yield Load(anchor)
-        if coming > top and (part := _again(memory, end - anchor)):
-            yield from _upper_part(memory, anchor, anchor + part, end)
-            end = anchor + part
+        if was_read and (part := _again(memory, end - anchor)):
+            end = yield from _upper_part(memory, anchor, anchor + part, end)
             continue
-        if end - anchor > 1:
-            yield from segment(memory, anchor, end)
+        beside = end - anchor - 1  # states that need slots of their own, if none is to run twice
+        while readable and slots - memory.used > beside and len(pending) < memory.depth:
+            pending.append((readable[-1], (yield Get(readable.pop()))))
+            memory.used += 1
+        if not beside or (slots - memory.used >= beside and (pending or held or not readable)):
+            yield from reverse_actions(anchor, end, beside, keep_first=True)
         else:
-            while readable and memory.used < slots and len(pending) < memory.depth:
-                yield from memory.prefetch()
-            yield Reverse(anchor)
-        memory.depth = memory.sweep.depth
-        if coming > top:
+            yield from segment(memory, anchor, end)
+        memory.depth = sweep.depth
+        if was_read:
             yield Free(anchor)
             memory.used -= 1
-            if anchor in memory.stored:
-                memory.stored.discard(anchor)
+            if anchor not in memory.unwritten:
                 yield Drop(anchor)
         else:
             held.pop()
             yield from memory.release(anchor, end)
         end = anchor
+    yield from memory.clear_all()
 
 
 def _again(memory: SweepMemory, length: int) -> int:
@@ -554,7 +560,9 @@ def _again(memory: SweepMemory, length: int) -> int:
     return reservation.again(length, memory.reclaimable())
 
 
-def _upper_part(memory: SweepMemory, anchor: int, start: int, end: int) -> Schedule:
+def _upper_part(
+    memory: SweepMemory, anchor: int, start: int, end: int
+) -> Generator[Action, Answer, int]:
     """Reverse start..end-1 with the slot of the live anchor too, and have it read again.
 
     Intervals that are divided so want every slot: until this one is
@@ -571,6 +579,7 @@ def _upper_part(memory: SweepMemory, anchor: int, start: int, end: int) -> Sched
     yield from segment(memory, start, end)
     yield Free(start)
     memory.used -= 1
+    return start
 
 
 def _schedule(sweep: Sweep, n: int | None, is_last: Callable[[int], bool] | None) -> Schedule:
