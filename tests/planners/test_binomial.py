@@ -12,7 +12,6 @@ from multistage import native
 from multistage.actions import Free, Reverse, Save
 from multistage.planners.single.binomial import (
     beta,
-    first_advance,
     forward_and_reverse,
     nu,
     reverse_actions,
@@ -39,13 +38,6 @@ def test_counts_are_optimal() -> None:
             assert nu(n, slots) == brute_force(n, slots), (n, slots)
 
 
-def test_every_first_advance_is_optimal() -> None:
-    for slots in range(2, 9):
-        for n in range(2, 41):
-            m = first_advance(n, slots)
-            assert m + nu(n - m, slots - 1) + nu(m, slots) == nu(n, slots), (n, slots)
-
-
 def test_known_counts() -> None:
     """Compare n + nu(n, s) with the literature's tables."""
     assert 1_000 + nu(1_000, 10) == 4_636
@@ -54,13 +46,6 @@ def test_known_counts() -> None:
     assert 100_000 + nu(100_000, 100) == 394_747
     assert beta(3, 2) == 10
     assert beta(3, -1) == 0
-
-
-@pytest.mark.parametrize(("n", "slots"), [(100, 3), (1_000, 10), (5_000, 20), (20_000, 5)])
-def test_counts_agree_with_pyrevolve(n: int, slots: int) -> None:
-    from pyrevolve import crevolve
-
-    assert crevolve.numforw(n, slots) == nu(n, slots)
 
 
 @settings(max_examples=60, deadline=None)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import signal
-import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +22,7 @@ from multistage.planners.chain.heterogeneous import memory_curve, plan_chain, sm
 from multistage.planners.chain.memory import actions_of, use_of
 from multistage.planners.chain.sizes import Sizes
 from multistage.planners.chain.table import Table, judge, smallest
+from multistage.planners.synchronous.levels import Level, solve
 
 needs_native = pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
 
@@ -196,15 +196,6 @@ def test_kernels_and_twin_make_the_same_table(length: int, slots: int, tapes: bo
 
 
 @needs_native
-def test_threads_make_the_same_table() -> None:
-    costs = big_chain(7, 130)
-    true = Sizes.of(costs)
-    sizes = true.in_slots(float(true.tape.sum()) * 0.2 / 100)
-    one, four = Table(sizes, 100, threads=1), Table(sizes, 100, threads=4)
-    assert np.array_equal(one._table, four._table)
-
-
-@needs_native
 @pytest.mark.parametrize("tapes", [True, False])
 def test_the_smallest_memory_of_both_kernels(tapes: bool) -> None:
     for seed in range(20):
@@ -294,35 +285,33 @@ def test_optimal_where_costs_span_twelve_orders_of_magnitude(seed: int) -> None:
 
 
 @needs_native
-def test_the_solver_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes through between calls, each a small part of the work."""
+@pytest.mark.parametrize(
+    ("kernel", "solved"),
+    [
+        ("ms_chain_solve", lambda: Table(Sizes.of(big_chain(1, 200)).in_slots(1 << 22), 500)),
+        ("ms_hierarchy_row", lambda: solve((Level(3), Level(None, 5.0, 5.0)), 500_000, 1.0)),
+    ],
+)
+def test_a_solver_is_interrupted(
+    kernel: str, solved: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes through between calls of a kernel, each a part of the work."""
     library, calls = native.library(), []
+
+    def interrupted(*given: object) -> object:
+        calls.append(kernel)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return getattr(library, kernel)(*given)
 
     class Counting:
         def __getattr__(self, name: str) -> object:
-            found = getattr(library, name)
-            if name != "ms_chain_solve":
-                return found
-            return lambda *given: begun(given) or found(*given)
-
-    def begun(given: tuple[object, ...]) -> None:
-        if not calls:  # what goes before may take long in an instrumented build
-            timer.start()
-        calls.append(given)
+            return interrupted if name == kernel else getattr(library, name)
 
     monkeypatch.setattr(native, "library", Counting)
-    sizes = Sizes.of(big_chain(1, 700)).in_slots(1 << 22)
-    timer = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT))
-    main = threading.get_ident()
-    # Processes started in the background of a shell ignore it.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            Table(sizes, 2000)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    planes = 2000 // 16  # each of which takes at least one call
-    assert 1 <= len(calls) < planes
+    with pytest.raises(KeyboardInterrupt):
+        solved()
+    assert len(calls) == 2
 
 
 def test_the_curve() -> None:

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
-import io
-import signal
-import threading
-import warnings
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -40,7 +34,7 @@ from multistage.planners.synchronous.levels import (
     Rows,
     solve,
 )
-from multistage.planners.synchronous.mixed import mixed_schedule, solve_mixed, worth_trying
+from multistage.planners.synchronous.mixed import solve_mixed, worth_trying
 from multistage.planners.synchronous.periodic_disk import asymptotic_period, best_period
 from multistage.planners.synchronous.stumm_walther import stumm_walther_schedule
 from multistage.schedule.rules import check
@@ -495,143 +489,7 @@ def test_auto_finds_mixed_storage_and_predicts_right() -> None:
 # ------------------------------------------------------------------------ the peers
 
 
-def needs_and_seconds(
-    schedule: Iterator[Any], step_s: float, write_s: float, read_s: float
-) -> tuple[int, float]:
-    """Price a schedule of checkpoint_schedules by its own actions.
-
-    Returns the fast slots it takes, one for each transfer to or from disk
-    included as our legality has it, and its seconds beyond the turns.
-    """
-    from checkpoint_schedules import Copy, EndReverse, Forward, Move, StorageType
-
-    ram: set[int] = set()
-    slots, seconds = 0, 0.0
-    for action in schedule:
-        if isinstance(action, Forward):
-            turns = action.write_adj_deps and action.storage == StorageType.WORK
-            if not action.write_adj_deps:
-                seconds += (action.n1 - action.n0) * step_s
-            if action.write_ics or (action.write_adj_deps and not turns):
-                if action.storage == StorageType.DISK:
-                    seconds += write_s
-                    slots = max(slots, len(ram) + 1)
-                else:
-                    ram.add(action.n0)
-        elif isinstance(action, Copy | Move):
-            if action.from_storage == StorageType.DISK:
-                seconds += read_s
-                slots = max(slots, len(ram) + 1)
-            elif isinstance(action, Move):
-                ram.discard(action.n)
-        elif isinstance(action, EndReverse):
-            return slots, seconds
-        slots = max(slots, len(ram))
-    raise AssertionError("no EndReverse")
-
-
-def peer(kind: str, *given: Any, **named: Any) -> Iterator[Any]:
-    """Return a schedule of checkpoint_schedules, its prints and warnings kept quiet."""
-    module = pytest.importorskip("checkpoint_schedules")
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return iter(list(_until_the_end(getattr(module, kind)(*given, **named))))
-
-
-def _until_the_end(schedule: Any) -> Iterator[Any]:
-    for action in schedule:
-        yield action
-        if type(action).__name__ == "EndReverse":
-            return
-
-
-LENGTHS = (2, 3, 5, 11, 24, 60)
-
-
-@pytest.mark.parametrize(("uf", "ub"), [(1.0, 1.0), (1.0, 3.0), (2.0, 0.5)])
-def test_no_worse_than_their_hierarchies(uf: float, ub: float) -> None:
-    """HRevolve, DiskRevolve and PeriodicDiskRevolve, the real costs given to them.
-
-    Their H-Revolve calls `get_hopt_table` with (uf, ub), whose signature is
-    (ub, uf): the program is solved with forward and backward costs swapped.
-    With uf = ub nothing changes; with uf != ub it solves another problem and
-    its schedule is priced at the true costs, at which ours may only be better.
-    """
-    worse = 0
-    for n, ram, disk, write_s in product(LENGTHS, (1, 2, 4), (1, 3, 8), (0.5, 2.0, 7.0)):
-        costs = Costs(uf, ub, tiers=(tier(write_s, write_s / 2, disk),))
-        named = {"uf": uf, "ub": ub, "wd": write_s, "rd": write_s / 2}
-        theirs = peer("HRevolve", n, ram, disk, **named)
-        slots, seconds = needs_and_seconds(theirs, uf, write_s, write_s / 2)
-        ours = PLANNERS["h-revolve"](costs, max(ram, slots), n).makespan_s - turns_s(costs, n)
-        assert ours <= seconds + 1e-9, (n, ram, disk, write_s)
-        worse += ours < seconds - 1e-9
-        if disk > 1:
-            continue
-        costs = Costs(uf, ub, tiers=(tier(write_s, write_s / 2),))
-        for kind, name in (
-            ("DiskRevolve", "disk-revolve"),
-            ("PeriodicDiskRevolve", "periodic-disk"),
-        ):
-            theirs = peer(kind, n, ram, **named)
-            slots, seconds = needs_and_seconds(theirs, uf, write_s, write_s / 2)
-            ours = PLANNERS[name](costs, max(ram, slots), n).makespan_s - turns_s(costs, n)
-            assert ours <= seconds + 1e-9, (kind, n, ram, write_s)
-    if uf != ub:
-        assert worse  # the swap costs them something
-
-
-def test_no_worse_than_their_one_level_schedules() -> None:
-    for n, ram in product(LENGTHS, (1, 2, 4, 9)):
-        costs = Costs(1.0, 1.0, 1.0)
-        slots, seconds = needs_and_seconds(peer("Revolve", n, ram), 1.0, 0.0, 0.0)
-        assert slots <= ram
-        assert PLANNERS["revolve"](costs, ram, n).makespan_s <= seconds + turns_s(costs, n)
-        storage = pytest.importorskip("checkpoint_schedules").StorageType.RAM
-        theirs = peer("MixedCheckpointSchedule", n, ram, storage=storage)
-        slots, seconds = needs_and_seconds(theirs, 1.0, 0.0, 0.0)
-        assert slots <= ram
-        assert PLANNERS["mixed"](costs, ram, n).makespan_s <= seconds + turns_s(costs, n)
-
-
-@pytest.mark.parametrize("trajectory", ["maximum", "revolve"])
-def test_no_worse_than_their_split(trajectory: str) -> None:
-    """In the fast slots that theirs needs once transfers pass through one."""
-    for n, ram, disk, write_s in product(LENGTHS, (1, 2, 4), (1, 3, 8), (0.5, 2.0, 7.0)):
-        theirs = peer("MultistageCheckpointSchedule", n, ram, disk, trajectory=trajectory)
-        slots, seconds = needs_and_seconds(theirs, 1.0, write_s, write_s)
-        costs = Costs(1.0, 1.0, tiers=(tier(write_s, write_s, disk),))
-        ours = PLANNERS["stumm-walther"](costs, slots, n).makespan_s - turns_s(costs, n)
-        assert ours <= seconds + 1e-9, (n, ram, disk, write_s)
-
-
 # --------------------------------------------------------------------------- limits
-
-
-@needs_native
-def test_the_solver_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes through between calls, each a small part of the work."""
-    library, calls = native.library(), []
-
-    class Counting:
-        def __getattr__(self, name: str) -> object:
-            found = getattr(library, name)
-            if name != "ms_hierarchy_row":
-                return found
-            return lambda *given: calls.append(given) or found(*given)
-
-    monkeypatch.setattr(native, "library", Counting)
-    main = threading.get_ident()
-    timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
-    # Processes started in the background of a shell ignore it.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            solve((Level(3), Level(None, 5.0, 5.0)), 500_000, 1.0)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert 1 <= len(calls) < 50
 
 
 def test_problems_that_take_too_long_are_refused() -> None:
@@ -670,20 +528,3 @@ def test_bad_steps_and_missing_tiers(name: str) -> None:
     assert made.planner == name
     assert "plain Revolve" in made.note
     assert made.makespan_s == PLANNERS["revolve"](made.costs, 3, 40).makespan_s
-
-
-def test_a_mix_uses_no_more_slots_than_it_has() -> None:
-    for n, slots, tape_bytes in product((3, 30, 90), (1, 4, 12), (5, 10, 15, 40)):
-        costs = Costs(1.0, 2.0, 1.5, state_bytes=10, tape_bytes=tape_bytes)
-        made = PLANNERS["mixed"](costs, slots, n)
-        # Counting the working tape too, which a turn makes beside the slots.
-        table = solve_mixed(n, slots, max(1, -(-tape_bytes // 10)))
-        states = tapes = 0
-        for action in mixed_schedule(table, slots, n):
-            kind = type(action).__name__
-            states += (kind == "Save") - (kind == "Free")
-            tapes += (kind == "Tape" and action.step != n - 1) - (  # type: ignore[union-attr]
-                kind == "Reverse" and tapes > 0
-            )
-            assert states + max(0, tapes) * tape_bytes / 10 <= slots + tape_bytes / 10
-        assert made.makespan_s <= PLANNERS["revolve"](costs, slots, n).makespan_s

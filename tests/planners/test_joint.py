@@ -11,10 +11,8 @@ from multistage.actions import Evict, Get, Put
 from multistage.errors import ArgumentError, BudgetError
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
-from multistage.planners.chain import joint
 from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
 from multistage.schedule.rules import check
-from multistage.schedule.simulation import simulate
 from tests.chain_schedules import no_tier_s, offload_s
 
 core = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
@@ -85,72 +83,6 @@ def test_random_plans_hold_their_limits_and_their_makespans():
         for slower in ((3.0, 1.0), (1.0, 3.0), (0.5, 0.5)):
             assert Judge(costs, rates, slower).run(plan.actions).peak <= plan.memory_bytes
     assert with_tier > 40
-
-
-@core
-def test_plans_are_reproducible():
-    rng = random.Random(3)
-    costs = random_chain(rng, 30, 1)
-    plans = [plan_chain(costs, 0.3, tiers="write=2B/s") for _ in range(2)]
-    assert plans[0].actions == plans[1].actions
-
-
-@core
-@pytest.mark.parametrize("seed", range(6))
-def test_more_memory_or_a_faster_tier_is_hardly_ever_slower(seed):
-    """A plan itself never is; one made anew may be, by what the random moves missed."""
-    rng = random.Random(seed)
-    costs, rates = random_chain(rng, rng.randint(5, 16), seed % 3), random_tier(rng)
-    least = smallest_memory(costs)
-    plan = plan_chain(costs, rng.randint(least, 2 * least), tiers=rates)
-    for faster in (
-        rates.slower(0.96),
-        replace(rates, write_bytes_per_s=1.04 * rates.write_bytes_per_s),
-        replace(rates, read_bytes_per_s=1.04 * rates.read_bytes_per_s),
-    ):
-        same = simulate(plan.actions, None, costs, tiers=(faster,), memory_bytes=plan.memory_bytes)
-        assert same.makespan_s <= plan.makespan_s * (1 + 1e-12)
-        anew = plan_chain(costs, plan.memory_bytes, tiers=faster)
-        assert anew.makespan_s <= 1.002 * plan.makespan_s
-    for more in (1, 3, plan.memory_bytes // 12 + 1):
-        anew = plan_chain(costs, plan.memory_bytes + more, tiers=rates)
-        assert anew.makespan_s <= 1.002 * plan.makespan_s
-        assert no_tier_s(anew) <= no_tier_s(plan)  # by construction: nested limits
-
-
-@core
-@pytest.mark.parametrize(
-    ("name", "without", "seeds"), [("_SHORT", 0, (13, 14)), ("_ROUNDS", 0, (13, 47))]
-)
-def test_more_starts_and_crossed_plans_find_faster_plans_and_lose_none(
-    monkeypatch, name, without, seeds
-):
-    gains = []
-    for seed in seeds:
-        rng = random.Random(seed)
-        costs, rates = random_chain(rng, rng.randint(12, 24), seed % 3), random_tier(rng)
-        memory = 1.05 * smallest_memory(costs)
-        found = [plan_chain(costs, int(memory), tiers=rates, progress=False).makespan_s]
-        with monkeypatch.context() as patched:
-            patched.setattr(joint, name, without)
-            found.append(plan_chain(costs, int(memory), tiers=rates, progress=False).makespan_s)
-        gains.append(found[1] - found[0])
-    assert min(gains) >= 0 and max(gains) > 0
-
-
-@core
-def test_a_tier_that_holds_little_helps_at_every_limit():
-    """The programs' plans need more of it: those of a larger limit without a tier fit."""
-    rng = random.Random(17)
-    costs = random_chain(rng, 20, 2)
-    rates = Tier.of_rates(float("inf"), 1.0, capacity_bytes=12)
-    least = smallest_memory(costs)
-    before = float("inf")
-    for memory in range(least + 3, least + 7):
-        plan = plan_chain(costs, memory, tiers=rates, progress=False)
-        assert plan.makespan_s < 0.92 * no_tier_s(plan)
-        assert plan.makespan_s <= before
-        before = plan.makespan_s
 
 
 @core

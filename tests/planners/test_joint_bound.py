@@ -11,7 +11,7 @@ from multistage import native
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
 from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
-from multistage.planners.chain.joint_bound import Dual, _merged, joint_lower_bound, without_loss
+from multistage.planners.chain.joint_bound import Dual, joint_lower_bound, without_loss
 from multistage.planners.chain.sizes import Sizes
 from multistage.planners.chain.table import Table
 
@@ -109,15 +109,6 @@ def test_the_dual_is_what_a_plain_twin_of_the_kernel_found(room, tapes, values):
     dual = Dual(true, room, rates, 45, 1)
     prices = ((0.2, 0.0, 0.0, 0.2), (0.3, 0.1, 0.2, 0.25), (1.0, 0.5, 0.5, 1))
     assert tuple(map(dual.at, prices)) == pytest.approx(values, rel=1e-12)
-
-
-def test_a_long_chain_merges_for_the_search_alone():
-    true = without_loss(Sizes.of(chain(150, 5, spared=True)))
-    merged = _merged(true, 64)
-    assert len(merged) == 50
-    assert merged.forward_s.sum() == true.forward_s.sum()
-    assert merged.tape.sum() == true.tape.sum()
-    assert merged.state[-1] == true.state[-1] and merged.gradient[0] == true.gradient[0]
 
 
 @pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512"])

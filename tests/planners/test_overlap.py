@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,18 +22,13 @@ from multistage.actions import (
     Tape,
     drive,
 )
-from multistage.backends import MemoryStore
-from multistage.backends.testing import FaultyStore
-from multistage.errors import CheckpointWarning, ScheduleError
-from multistage.execute.executor import Executor
-from multistage.model.chain import FunctionChain
+from multistage.errors import ScheduleError
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners.single.revolve import revolve_schedule
 from multistage.planners.streaming.overlap import on_tier, overlap
 from multistage.schedule.rules import check
 from multistage.schedule.simulation import simulate
-from multistage.states.layout import Layout
 
 
 def steps_run(schedule: object) -> list[Action]:
@@ -76,14 +70,6 @@ def test_legal_same_steps_and_never_slower(
     after = simulate(overlap(plain(), slots), n, costs, slots)  # type: ignore[arg-type]
     assert after.makespan_s <= before.makespan_s + 1e-9
     assert after.reads <= before.reads
-
-
-def test_hides_transfers_that_fit_behind_steps() -> None:
-    # As many checkpoints as steps, each transfer half a step: only the turn at
-    # the end of the forward sweep can show.
-    n, costs = 50, Costs(1.0, 1.0, tiers=(Tier("slow", 0.5, 0.5),))
-    run = simulate(overlap(on_tier(revolve_schedule(n, n)), 4), n, costs, 4)
-    assert run.makespan_s <= 2 * n + 1
 
 
 def test_no_read_takes_the_room_of_a_second_tape() -> None:
@@ -129,34 +115,3 @@ def test_no_read_takes_the_room_of_a_second_tape() -> None:
 def test_an_offer_is_no_static_schedule() -> None:
     with pytest.raises(ScheduleError, match="static"):
         check(overlap([Offer(0), Tape(0), EndForward(), Reverse(0)], 2), 1, 2)
-
-
-@pytest.mark.parametrize("fault", ["none", "write", "read"])
-def test_gradient_through_a_real_store(fault: str) -> None:
-    n, slots = 60, 4
-    chain = FunctionChain(lambda x, i: np.sin(x) + 0.01 * i, lambda x, a, i: np.cos(x) * a)
-    start, end = np.linspace(0, 1, 33), np.ones(33)
-
-    plain = Executor(chain, ())
-    plain.forward(revolve_schedule(n, n), start)
-    wanted = plain.reverse(end)
-
-    store = FaultyStore(
-        MemoryStore(),
-        lose_write={3, 17} if fault == "write" else (),
-        lose_read={0, 5} if fault == "read" else (),
-    )
-    store.open(Layout.of(start))
-    try:
-        executor = Executor(chain, (store,))
-        if fault == "none":
-            executor.forward(overlap(on_tier(revolve_schedule(9, n)), slots), start)
-            found = executor.reverse(end)
-        else:
-            with pytest.warns(CheckpointWarning):
-                executor.forward(overlap(on_tier(revolve_schedule(9, n)), slots), start)
-                found = executor.reverse(end)
-        assert np.array_equal(found, wanted)
-        assert executor.counts.peak_slots <= slots
-    finally:
-        store.close()

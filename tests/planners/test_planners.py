@@ -142,12 +142,6 @@ def test_long_predictions_extend_short_simulations(name: str, rho: float) -> Non
     assert made.writes == pytest.approx(run.writes, rel=2e-3)
 
 
-def test_the_overhead_is_constant_in_the_length() -> None:
-    costs = Costs(1.0, 2.0, tiers=(Tier(write_s=8.0, read_s=8.0),))
-    factors = [streaming(costs, 100, n).recompute_factor for n in (10**4, 10**6, 10**9)]
-    assert factors[0] <= factors[1] <= factors[2] == pytest.approx(1.875, abs=2e-3)
-
-
 def test_a_schedule_of_a_billion_steps_is_lazy() -> None:
     costs = Costs(1.0, 2.0, tiers=(Tier(write_s=8.0, read_s=8.0),))
     firsts = {"revolve": Save(0), "streaming": Offer(0), "interval": Put(0), "online": Save(0)}
@@ -160,35 +154,9 @@ def test_a_schedule_of_a_billion_steps_is_lazy() -> None:
         schedule.close()
 
 
-def test_thrift_stores_less_often_when_transfers_burden_the_computing_thread() -> None:
-    free = Costs(1.0, 2.0, tiers=(Tier(write_s=0.5, read_s=0.5),))
-    dear = Costs(1.0, 2.0, tiers=(Tier(write_s=0.5, read_s=0.5, write_overhead_s=3.0),))
-    often, seldom = streaming(free, 16, 2000), streaming(dear, 16, 2000)
-    assert often.writes > 1900
-    assert seldom.writes < 800
-    assert seldom.makespan_s < 2000 * (3 + 3)
-
-
-def test_a_full_tier_is_spread_over_the_sequence() -> None:
-    tier = Tier(write_s=2.0, read_s=2.0, capacity_states=10)
-    made = streaming(Costs(1.0, 2.0, tiers=(tier,)), 8, 400)
-    assert 8 <= made.writes <= 10
-    assert made.makespan_s < PLANNERS["revolve"](made.costs, 8, 400).makespan_s
-
-
 def test_the_papers_figures() -> None:
     assert [round(printed_factor(i, 100), 3) for i in (8, 64, 1024)] == [1.0, 1.0, 1.901]
     assert [round(corrected_factor(i, 100), 3) for i in (8, 64, 1024)] == [1.875, 1.984, 2.9]
-
-
-def test_idle_slots_hold_states_the_tier_has_not_accepted() -> None:
-    """The tier writes until the tail's last checkpoint takes its slot; 646 s without a backlog."""
-    costs = Costs(1.0, 1.0, tiers=(Tier(write_s=20.0, read_s=20.0),))
-    made = streaming(costs, 10, 200)
-    assert made.makespan_s == pytest.approx(616.0)
-    run = simulate(made.schedule(), 200, costs, 10)
-    assert run.makespan_s == pytest.approx(616.0)
-    assert run.writes == 10 and run.peak_slots <= 10
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5, 8])
@@ -203,15 +171,6 @@ def test_online_finds_the_end_by_itself(n: int, slots: int) -> None:
     used = check(dynamic_schedule(slots, is_last), None, slots)
     assert asked == list(range(1, n + 1))
     assert used.peak_slots <= slots
-
-
-def test_online_stays_near_the_offline_optimum() -> None:
-    from multistage.planners.single.binomial import nu
-
-    for slots in (3, 5, 10, 20):
-        for n in (30, 60, 100, 200, 400, 800):
-            used = check(dynamic_schedule(slots, lambda i, n=n: i == n), None, slots)
-            assert used.forward_steps <= 1.34 * (nu(n, slots) + 1), (slots, n)
 
 
 def test_plan_ranks_and_explains() -> None:
