@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import sys
 import time
 import traceback
@@ -30,6 +31,7 @@ from modulefuzz.programs import FRONTS, Case, describe, draw, simpler, text
 from multistage.errors import MultistageError
 
 SHRINK_S = 40.0
+_numbers = itertools.count()
 # Autograd's own refusal, which the front ends repeat.
 INPLACE = "modified by an inplace operation"
 
@@ -46,8 +48,8 @@ def play(case: Case) -> str:
     Finding
         If the results differ, or an error that is not ours ended it.
     """
-    program = types.ModuleType("program")
-    sys.modules["program"] = program  # where pickling and annotations look
+    program = types.ModuleType(f"program_{next(_numbers)}")
+    sys.modules[program.__name__] = program  # where pickling and guards look
     exec(compile(text(case), f"<case {case.seed}>", "exec"), program.__dict__)
     space: dict[str, Any] = program.__dict__
     with warnings.catch_warnings():
@@ -71,6 +73,9 @@ def play(case: Case) -> str:
             raise Finding(_told(error)) from error
         finally:
             torch.set_default_dtype(torch.float32)
+            del sys.modules[program.__name__]
+            if case.front == "compile":
+                torch.compiler.reset()
     found = space["differing"](plain, ours)
     if found:
         raise Finding(f"differ: {', '.join(found[:6])}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_stage_kinds import Force
+from modulefuzz.ingredients import D, Force
 from torch import Tensor, nn
 
 import multistage.torch as mst
@@ -148,8 +148,8 @@ def test_lazy_layers_are_refused() -> None:
 
 
 def test_stages_that_differentiate_keep_to_the_limit() -> None:
-    layers = [f() for _ in range(6) for f in (lambda: Force(True), nn.Tanh)]
-    x = torch.randn(64, 16)
+    layers = [f() for _ in range(6) for f in (Force, nn.Tanh)]
+    x = torch.randn(64, D)
     model = mst.Sequential(layers, x, memory=0.6)
     assert model.plan is not None and model.plan.memory_bytes is not None
     model(x).sum().backward()

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import multistage.torch as mst
+
 D = 8  # width
 
 
@@ -233,13 +235,15 @@ class NoiseLike(nn.Module):
 
 
 class PythonNoise(nn.Module):
+    """Normal numbers, of which the second of a pair is left over."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return x * (1 + 0.1 * random.random())
+        return x * (1 + 0.1 * random.gauss(0, 1))
 
 
 class NumpyNoise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x + 0.1 * torch.from_numpy(np.random.randn(D).astype(np.float32))
+        return x + 0.1 * torch.from_numpy(np.random.randn(D).astype(np.float32)) * np.random.randn()
 
 
 class OwnNoise(nn.Module):
@@ -646,6 +650,17 @@ class Forked(nn.Module):
             return x + 0.1 * torch.randn(D)
 
 
+class PutsBack(nn.Module):
+    """The same of Python's and NumPy's generators."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = random.getstate(), np.random.get_state()
+        y = x * (1 + random.random()) * (1 + float(np.random.rand()))
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        return y / 3
+
+
 class Seeded(nn.Module):
     """Seeds the generator."""
 
@@ -673,3 +688,162 @@ class EnablesGrad(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return RunsAgain.apply(x)
+
+
+class Bias(nn.Module):
+    """Attention with a bias for distances that all heads share, as Bloom has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.mixed(x).chunk(3, -1)
+        places = torch.arange(x.shape[1], dtype=x.dtype)
+        bias = places[None, None].expand(x.shape[0], x.shape[1], -1)
+        scores = torch.baddbmm(bias, q, k.transpose(1, 2), beta=1.0, alpha=0.25)
+        return x + self.out(scores.softmax(-1) @ v)
+
+
+class OldSpectralNorm(nn.Module):
+    """Hooks write weights and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.spectral_norm(nn.Linear(D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class OldWeightNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.weight_norm(nn.Linear(D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Force(nn.Module):
+    """Uses the gradient of an energy, as interatomic potentials do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy, self.mix = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            z = x if x.requires_grad else x.detach().requires_grad_()
+            energy = self.energy(z).tanh().square().sum()
+            (force,) = torch.autograd.grad(energy, z, create_graph=True)
+        return self.mix(x + force).tanh()
+
+
+class Unrolls(nn.Module):
+    """Runs a recurrence, of which other chunks are looked at each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flatten(0, 1)
+        memory = "100 KiB" if x.requires_grad else None
+        y = mst.unroll(self.cell, torch.zeros_like(y), [y] * 6, memory=memory, chunk=2).state
+        return y.view(x.shape)
+
+
+class Junk(nn.Module):
+    """Another kernel where no gradient is required, with workspaces it does not fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        junk = [torch.full((size,), float(len(x))) for size in (1000, 5000, 20_000)]
+        del junk
+        return self.lstm(x)[0]
+
+
+class Leaky(nn.Module):
+    """Its slopes are drawn after they are saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rrelu(x, training=True)
+
+
+class LeafInside(nn.Module):
+    """Makes a leaf, as HuBERT's and Wav2Vec2's feature encoders do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.detach()[:, None]
+        y.requires_grad = True
+        return x + y[:, 0]
+
+
+class Reciprocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp().reciprocal()
+        ctx.save_for_backward(x, y, x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        first, second = ctx.saved_tensors, ctx.saved_tensors
+        return -gradient * first[1] + 0 * second[0] * second[2]
+
+
+class ReadsTwice(nn.Module):
+    """A Function that reads what it saved twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reciprocal.apply(x)
+
+
+class OwnGenerators(nn.Module):
+    """Draws from generators of its own, of NumPy's and Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = np.random.default_rng(2), np.random.RandomState(3)
+        self.three = random.Random(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + 0.1 * (self.one.random() + self.two.randn() + self.three.random()))
+
+
+class Unregistered(nn.Module):
+    """Keeps a module in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.hidden = [nn.BatchNorm1d(D)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.hidden[0](self.linear(x).mT).mT
+        return torch.tanh(y) * (1 + 0.01 * self.hidden[0].num_batches_tracked)
+
+
+class Everywhere(nn.Module):
+    """Reads and changes values of its own, of its class and of the process."""
+
+    total = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options, self.table, self.seen = {"bias": 0.5}, np.ones(2), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        global _calls
+        _calls = globals().get("_calls", 0) + 1
+        self.seen.append(x.detach())
+        self.options["bias"] += 0.1
+        self.table[0] *= 1.1
+        Everywhere.total += 0.1
+        return torch.tanh(x * self.table[0] * self.total + self.options["bias"]) * (
+            1 + 0.1 * _calls
+        )

@@ -17,7 +17,7 @@ from torch import nn
 
 from . import ingredients
 
-FRONTS = ("sequential", "unroll", "offload")
+FRONTS = ("sequential", "compile", "unroll", "offload")
 TAME = (
     "Dense",
     "Residual",
@@ -48,6 +48,7 @@ BEFORE = {
     "assign": "assign(model)",
     "load": "model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})",
     "anneal": "anneal(model)",
+    "seed": "torch.manual_seed(3)",
     "validate": "with torch.no_grad(): run(x)",
     "double": "model.double(); x = x.detach().double().requires_grad_(x.requires_grad)",
     "lengths": "x = torch.randn(3, 4 + step, D, generator=data).requires_grad_(x.requires_grad)",
@@ -232,6 +233,8 @@ def anneal(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "temperature"):
             module.temperature *= 0.9
+        if hasattr(module, "options"):
+            module.options["bias"], module.table[:], type(module).total = 2.0, 5.0, 2.0
 """,
     "assign(": '''
 def assign(model: nn.Module) -> None:
@@ -321,7 +324,7 @@ def text(case: Case) -> str:
     body = _unrolled(case) if case.front == "unroll" else _trained(case)
     helpers = [source for name, source in _HELP.items() if name in body]
     used = dict.fromkeys(case.blocks)
-    functions = {"Custom": "Square", "EnablesGrad": "RunsAgain"}
+    functions = {"Custom": "Square", "EnablesGrad": "RunsAgain", "ReadsTwice": "Reciprocal"}
     sources = [function for block, function in functions.items() if block in used]
     classes = [_source(name) for name in [*sources, *used]]
     parts = [
@@ -368,6 +371,11 @@ def wrap(model: Any, x: Tensor) -> Any:
             return model(given)
 
     return run
+"""
+    elif case.front == "compile":
+        wrap = f"""
+def wrap(model: Any, x: Tensor) -> Any:
+    return mst.compile(model, memory={case.memory}, check={case.check!r})
 """
     else:
         wrap = f"""
@@ -611,7 +619,11 @@ def train(wrap: Any) -> dict[str, Any]:
 
 
 def _tail(case: Case) -> str:
-    reset = "\n    ClassCounter.calls = 0" if "ClassCounter" in case.blocks else ""
+    resets = {
+        "ClassCounter": "ClassCounter.calls = 0",
+        "Everywhere": 'globals().pop("_calls", None); Everywhere.total = 1.0',
+    }
+    reset = "".join(f"\n    {line}" for name, line in resets.items() if name in case.blocks)
     return f'''
 def start() -> None:
     random.seed(7)
