@@ -138,6 +138,17 @@ def test_links_lead_somewhere() -> None:
                     assert anchor in _anchors(target), f"{page.name}: {link}"
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/explanation/design.md"])
+def test_files_that_a_page_names_are_there(page: str) -> None:
+    files = {
+        str(f.relative_to(ROOT))
+        for name in ("multistage", "tests", "benchmarks")
+        for f in (ROOT / name).rglob("*.*")
+    }
+    for named in re.findall(r"`([\w/]+\.(?:py|c|h))`", (ROOT / page).read_text()):
+        assert any(f"/{file}".endswith(f"/{named}") for file in files), f"{page}: {named}"
+
+
 def _conf(name: str) -> object:
     """Return a function of docs/conf.py, which imports Sphinx, without importing it."""
     tree = ast.parse((DOCS / "conf.py").read_text())
