@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import random
 
+from replays import actions_of
+
 from multistage.actions import (
     Action,
-    Advance,
     Await,
     Drop,
     EndForward,
     Evict,
-    Free,
     Get,
-    Load,
     Put,
     Reverse,
-    Save,
     Tape,
 )
 from multistage.model.stages import Stage, StageCosts
@@ -68,37 +66,9 @@ def offload_all(n: int) -> list[Action]:
 
 # Five stages: state 1 to the tier, stages 1 and 2 run again, tape 3 to the
 # tier with state 3 beside it.
-MIXED: list[Action] = [
-    Advance(0, 1),
-    Save(1),
-    Put(1),
-    Advance(1, 3),
-    Evict(1),
-    Save(3),
-    Tape(3),
-    Put(3, tape=True),
-    Tape(4),
-    Evict(3, tape=True),
-    Get(3, tape=True),
-    EndForward(),
-    Await(2),
-    Reverse(4),
-    Reverse(3),
-    Drop(3, tape=True),
-    Free(3),
-    Get(1),
-    Await(3),
-    Load(1),
-    Tape(1),
-    Free(1),
-    Tape(2),
-    Reverse(2),
-    Reverse(1),
-    Load(0),
-    Tape(0),
-    Reverse(0),
-    Drop(1),
-]
+MIXED = actions_of(
+    "0>1 S1 P1 1>3 E1 S3 T3 P3t T4 E3t G3t | a2 R4 R3 D3t F3 G1 a3 L1 T1 F1 T2 R2 R1 L0 T0 R0 D1"
+)
 
 
 def no_tier_s(plan: Plan) -> float | None:

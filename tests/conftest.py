@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 # Without PyTorch, `import torch` would find the folder of its tests, which has no file of its own.
 _found = importlib.util.find_spec("torch")
 if _found is not None and _found.origin is None:
-    sys.modules["torch"] = None  # type: ignore[assignment]
+    sys.modules["torch"] = None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,7 +56,7 @@ def is_long(item: pytest.Item) -> bool:
     if mark is None or "but" not in mark.kwargs:
         return mark is not None
     patterns = mark.kwargs["but"]
-    name = item.callspec.id  # type: ignore[attr-defined]
+    name = item.callspec.id
     return not any(
         fnmatchcase(name, pattern)
         for pattern in ([patterns] if isinstance(patterns, str) else patterns)

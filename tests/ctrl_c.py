@@ -83,7 +83,7 @@ def run(folder: Path, tier: str, costs: Costs | None) -> None:
         memory="6 slots",
         costs=costs,
         planner="streaming",
-        **place,  # type: ignore[arg-type]
+        **place,
     ) as reversal:
         reversal.forward(np.linspace(0, 1, SIZE))
         assert reversal.reverse(np.ones(SIZE)).tobytes() == exact()

@@ -160,7 +160,7 @@ def run_ranks(name: str, folder: Path) -> list[Any]:
 
     from multistage.interop.mpi import MPIReversal
 
-    sys.modules["mpi4py.MPI"] = fake_mpi.MPI  # type: ignore[assignment]
+    sys.modules["mpi4py.MPI"] = fake_mpi.MPI
     make, size, n, slots = CASES[name]
 
     def work(comm: Any) -> Any:
@@ -234,7 +234,7 @@ def child(
         code = 1
         try:
             if last_call is not None:
-                durable_folder.os = Deadly(last_call)  # type: ignore[attr-defined]
+                durable_folder.os = Deadly(last_call)
             run(name, folder, writer, measured)
             code = 0
         except BaseException:
@@ -270,7 +270,6 @@ def at_every_call(name: str, stride: int) -> int | str:
                 break
             kills += 1
             result = child(name, folder, None)
-            assert result is not None
             if result[:2] != expected or folder.exists():
                 return f"killed at call {last_call}: another gradient, or its folder is left"
     sys.stdout.write(f"{kills} kills, each at another call to the disk, every gradient exact\n")
@@ -299,7 +298,6 @@ def main() -> int | str:
     with tempfile.TemporaryDirectory() as scratch:
         for name in names:
             whole = child(name, Path(scratch, "run"), None)
-            assert whole is not None
             lasts[name] = whole[4]
         while kills < args.kills:
             name = names[runs % len(names)]
@@ -318,7 +316,6 @@ def main() -> int | str:
                 seen[_phase(folder)] += 1
             if result is None:
                 result = child(name, folder, None)
-            assert result is not None
             n = CASES[name][2]
             seen["runs that computed less than all"] += result[3] < n
             if result[:2] != answers[name]:

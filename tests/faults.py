@@ -105,7 +105,7 @@ def _node() -> bool:
 def _file(engine: str, buffer_bytes: int) -> Callable[[Path], StreamedStore]:
     return lambda folder: FileStore(
         folder,
-        engine,  # type: ignore[arg-type]
+        engine,
         capacity_bytes=_ROOM,
         buffer_bytes=buffer_bytes,
         queue_depth=8,
@@ -210,7 +210,7 @@ class FaultyMedium:
 def spoil(store: StreamedStore, **spoilers: Any) -> StreamedStore:
     """Have the store work on a `FaultyMedium`."""
     make = store.medium
-    store.medium = lambda *of: FaultyMedium(make(*of), **spoilers)  # type: ignore[assignment,method-assign]
+    store.medium = lambda *of: FaultyMedium(make(*of), **spoilers)
     return store
 
 
@@ -305,7 +305,7 @@ FAULTS: dict[str, Kind] = {
     **dict.fromkeys(WRITE_FAULTS, "write"),
     **dict.fromkeys(READ_FAULTS, "read"),
     "a hundred times slower": "slow",
-}  # type: ignore[assignment]
+}
 
 
 def faulty(make: Callable[[], Any], fault: str, trigger: Trigger, below: Any = None) -> Store:
@@ -325,7 +325,7 @@ def faulty(make: Callable[[], Any], fault: str, trigger: Trigger, below: Any = N
             spoil(medium, read=_struck(trigger, READ_FAULTS[fault], "read"))
         case "slow":
             spoil(medium, write=_slowed("write"), read=_slowed("read"))
-    return store  # type: ignore[no-any-return]
+    return store
 
 
 # ------------------------------------------------------------------------ a case
@@ -386,7 +386,6 @@ def run_case(
                 break
             assert (last, adjoint) == answer(name, plan.n_steps), "another adjoint than store-all's"
             counts = run._sweeps.executor.counts if run._sweeps.executor is not None else None
-            assert counts is not None
             noticed |= bool(counts.lost or counts.refused)
     assert _held() == held, "a thread or a descriptor is left"
     return Outcome(1, 1 - errors, errors, noticed)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replays import actions_of
 
 from multistage.actions import (
     Action,
@@ -31,25 +32,7 @@ from multistage.planners.streaming.reserve import Reservation
 from multistage.planners.streaming.sweep import Sweep
 from multistage.schedule.rules import Rules, check
 
-LEGAL = [
-    Put(0),
-    Save(0),
-    Advance(0, 2),
-    Await(0),
-    Tape(2),
-    EndForward(),
-    Reverse(2),
-    Load(0),
-    Free(0),
-    Advance(0, 1),
-    Reverse(1),
-    Get(0),
-    Await(1),
-    Drop(0),
-    Load(0),
-    Free(0),
-    Reverse(0),
-]
+LEGAL = actions_of("P0 S0 0>2 a0 T2 | R2 L0 F0 0>1 R1 G0 a1 D0 L0 F0 R0")
 
 
 def test_a_legal_schedule_is_measured() -> None:

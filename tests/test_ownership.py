@@ -66,7 +66,7 @@ def everywhere(
         {"durable": tmp_path / "run", "costs": COSTS},
         *([{}] if measured else []),  # steps are called before the sweep
     ):
-        with Reversal(chain(), n_steps=N, memory="3 slots", **options) as run:  # type: ignore[arg-type]
+        with Reversal(chain(), n_steps=N, memory="3 slots", **options) as run:
             run.forward(start())
             assert run.reverse(np.asarray(1)) == expected, options
 
@@ -86,7 +86,7 @@ optree.register_pytree_node(
     Pair,
     lambda p: ((p.x, p.v), p.label, ("x", "v")),
     lambda label, children: Pair(*children, label),
-    namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
+    namespace=optree.registry.__GLOBAL_NAMESPACE,
 )
 
 
@@ -403,7 +403,7 @@ def test_a_leaf_created_at_each_access_is_refused() -> None:
         Fleeting,
         lambda f: ((np.asarray(f.x),), None),
         lambda _, children: Fleeting(float(children[0])),
-        namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
+        namespace=optree.registry.__GLOBAL_NAMESPACE,
     )
 
     def forward(state: Any, first: int, stop: int) -> None:

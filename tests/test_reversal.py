@@ -98,7 +98,6 @@ def test_measured_costs(chain: str, tmp_path: Path) -> None:
         for _ in range(3):
             last = raw(run.forward(CHAINS[chain][1]()))
             assert (last, run.reverse(1)) == store_all(chain, N)
-        assert run.costs is not None
         assert run.costs.forward_step_s > 0
 
 
@@ -107,7 +106,7 @@ def test_measured_costs(chain: str, tmp_path: Path) -> None:
 def test_faults_leave_the_gradient_alone(planner: str, fault: str) -> None:
     for number in (*range(6), None):
         told = {number} if number is not None else lambda k: True
-        store = FaultyStore(MemoryStore(buffer_bytes=0), **{fault: told})  # type: ignore[arg-type]
+        store = FaultyStore(MemoryStore(buffer_bytes=0), **{fault: told})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)
             with sines(tiers=store, planner=planner, checked=True) as run:
@@ -157,7 +156,7 @@ def test_hindsight_is_planned_when_asked_for(monkeypatch: pytest.MonkeyPatch) ->
         assert run.plan is None and run.report() is report  # of the sweep before
         assert sweep(run, until=lambda x, i: i == 9) == sines_answer(9)
         assert planned == [7, 7]
-        assert run.plan is not None and run.plan.n_steps == 9
+        assert run.plan.n_steps == 9
         assert run.report().plan is run.plan
         assert planned == [7, 7, 9]
 
@@ -270,11 +269,11 @@ def test_bad_operators() -> None:
     with pytest.raises(ArgumentError, match="needs an adjoint_step"):
         Reversal(lambda x, i: x, n_steps=3)
     with pytest.raises(ArgumentError, match="adjoint_step=3 must be callable"):
-        Reversal(lambda x, i: x, 3)  # type: ignore[arg-type]
+        Reversal(lambda x, i: x, 3)
     with pytest.raises(ArgumentError, match="go with a plain step"):
         Reversal(CHAINS["nested"][0](), digest, 3)
     with pytest.raises(ArgumentError, match="must be callable or None"):
-        FunctionChain(lambda x, i: x, digest, tape_step=3)  # type: ignore[arg-type]
+        FunctionChain(lambda x, i: x, digest, tape_step=3)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +327,6 @@ def test_budgets(budget: Any, slots: int) -> None:
         per_state = 1 if not isinstance(budget, int | str) or "slot" in str(budget) else 2
         run.forward(state)
         run.reverse(state)
-        assert run.plan is not None
         assert run.plan.slots == max(1, slots // per_state)
 
 
@@ -337,7 +335,6 @@ def test_the_default_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits.default_budget_bytes() == 1600
     with sines(memory=None) as run:
         run.forward(np.zeros(8))
-        assert run.plan is not None
         assert run.plan.slots == 25
 
 
@@ -397,7 +394,7 @@ def test_a_report_is_of_the_sweep_that_was_stopped_last() -> None:
             run.forward(np.ones(4))
         assert "of 33 steps run forward" in run.report().ended
         with pytest.raises(StateError):
-            run.forward("no state")  # type: ignore[arg-type]
+            run.forward("no state")
         with pytest.raises(ArgumentError, match="stopped by StateError before its first step"):
             run.report()
 
@@ -464,7 +461,7 @@ def test_a_plan_a_planner_and_several_tiers() -> None:
     with pytest.raises(ArgumentError, match="40 steps, not n_steps=41"):
         Reversal(step, adjoint_step, 41, planner=made)
     with pytest.raises(ArgumentError, match="a name, a Plan or a callable"):
-        Reversal(step, adjoint_step, n, planner=3)  # type: ignore[arg-type]
+        Reversal(step, adjoint_step, n, planner=3)
     with (
         Reversal(step, adjoint_step, n, planner=made, memory="5 slots") as run,
         pytest.raises(BudgetError, match="takes 6 fast slots, the budget holds 5"),

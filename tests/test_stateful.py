@@ -294,7 +294,7 @@ class Calls(RuleBasedStateMachine):
         """A run to which nothing refers leaves nothing."""
         if sweep:
             self.run.forward(self.computation.start(), self.until)
-        self.run = self.computation = None  # type: ignore[assignment]
+        self.run = self.computation = None
         assert self.left() == []
         shutil.rmtree(self.folder / "run", ignore_errors=True)
         self.make()

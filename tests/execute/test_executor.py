@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chains import CHAINS, TAPED, raw, store_all
+from replays import actions_of
 
 from multistage.actions import (
     Action,
@@ -221,9 +222,7 @@ def test_a_lost_write_is_known_when_it_is_awaited() -> None:
 
 def test_a_static_schedule_survives_the_loss_of_all() -> None:
     """Schedules that look at no answer: what is lost is made again at its Load."""
-    made = [Put(0), Await(0), Advance(0, 1), Put(1), Await(1), Advance(1, 3), Put(3), Await(2)]
-    made += [Tape(3), EndForward(), Reverse(3), Get(1), Await(3), Load(1), Advance(1, 2)]
-    made += [Reverse(2), Load(1), Reverse(1), Free(1), Drop(1), Load(0), Reverse(0), Drop(0)]
+    made = actions_of("P0 a0 0>1 P1 a1 1>3 P3 a2 T3 | R3 G1 a3 L1 1>2 R2 L1 R1 F1 D1 L0 R0 D0")
     made.insert(-1, Drop(3))
     for fault in ("lose_write", "lose_read", "refuse"):
         with opened(FaultyStore(MemoryStore(), **{fault: lambda k: True})) as store:
@@ -254,9 +253,7 @@ def test_an_error_before_the_first_step_gives_the_stores_back() -> None:
 @pytest.mark.parametrize("fault", ["lose_write", "lose_read", "refuse"])
 def test_a_lost_slot_can_be_freed(fault: str, chain: str) -> None:
     """A Free of what a Get read in vain: of state 0, which needs no slot, and of one not loaded."""
-    made = [Put(0), Await(0), Advance(0, 1), Put(1), Await(1), Advance(1, 2), Tape(2)]
-    made += [EndForward(), Reverse(2), Get(1), Await(2), Free(1), Get(0), Await(3), Load(0)]
-    made += [Advance(0, 1), Reverse(1), Load(0), Reverse(0), Free(0), Drop(1), Drop(0)]
+    made = actions_of("P0 a0 0>1 P1 a1 1>2 T2 | R2 G1 a2 F1 G0 a3 L0 0>1 R1 L0 R0 F0 D1 D0")
     check(iter(made), 3, 3)
     with opened(FaultyStore(MemoryStore(), **{fault: lambda k: True}), chain) as store:
         executor = Executor(CHAINS[chain][0](), (store,))
@@ -278,8 +275,7 @@ def test_a_lost_state_is_made_from_the_nearest(nearest: str, chain: str) -> None
     token = int(nearest == "stored")
     made += [Advance(2, 3), Put(3), Await(token), Advance(3, 4), EndForward()]
     made += [Get(3), Await(token + 1), Load(3), Reverse(3), Free(3)]
-    made += [Load(0), Advance(0, 2), Reverse(2), Load(0), Advance(0, 1), Reverse(1)]
-    made += [Load(0), Reverse(0), Drop(3)]
+    made += actions_of("L0 0>2 R2 L0 0>1 R1 L0 R0 D3")
     made += {"held": [Free(2)], "stored": [Drop(2)], "none": []}[nearest]
     check(iter(made), 4, 2)
     with opened(FaultyStore(MemoryStore(), lose_read={0}), chain) as store:
@@ -292,11 +288,7 @@ def test_a_lost_state_is_made_from_the_nearest(nearest: str, chain: str) -> None
 
 @pytest.mark.parametrize("chain", ["nested", "in-place"])
 def test_a_lost_state_is_not_made_from_a_later_one(chain: str) -> None:
-    made: list[Action] = [Advance(0, 3), Put(3), Await(0), Advance(3, 4), Save(4)]
-    made += [Advance(4, 5), EndForward(), Load(4), Reverse(4)]
-    made += [Get(3), Await(1), Load(3), Reverse(3), Free(3), Free(4)]
-    made += [Load(0), Advance(0, 2), Reverse(2), Load(0), Advance(0, 1), Reverse(1)]
-    made += [Load(0), Reverse(0), Drop(3)]
+    made = actions_of("0>3 P3 a0 3>4 S4 4>5 | L4 R4 G3 a1 L3 R3 F3 F4 L0 0>2 R2 L0 0>1 R1 L0 R0 D3")
     check(iter(made), 5, 3)
     with opened(FaultyStore(MemoryStore(), lose_read={0}), chain) as store:
         executor = Executor(CHAINS[chain][0](), (store,))

@@ -110,8 +110,7 @@ def test_an_in_place_sweep_that_ends_in_an_error_lets_its_copies_go() -> None:
     with Reversal(InPlaceChain(forward, reverse), n_steps=N, memory="4 slots", costs=COSTS) as run:
         state = np.ones(40)
         run.forward(state)
-        sweep = run._sweeps.executor._sweep  # type: ignore[union-attr]
-        assert sweep is not None
+        sweep = run._sweeps.executor._sweep
         with pytest.raises(StateError, match="kept a reference"):
             run.reverse(np.ones(1))
         assert not sweep.held and not sweep.tapes and sweep.live is None

@@ -13,22 +13,14 @@ import optree
 import pytest
 from chains import CHAINS, TAPED, raw, store_all
 from leaving import StoppingStore, by_chance, said_late, tier_for
+from replays import actions_of
 from unequal_chains import Case
 
 from benchmarks import late_tier
 from multistage import Costs, Reversal, StageCosts, native, plan
 from multistage.actions import (
-    Action,
-    Advance,
     Await,
-    Drop,
-    EndForward,
     Evict,
-    Free,
-    Get,
-    Load,
-    Put,
-    Reverse,
 )
 from multistage.backends import MemoryStore, Store
 from multistage.backends.testing import FaultyStore
@@ -201,10 +193,7 @@ def test_a_lost_state_is_not_looked_for_in_a_tier_that_hangs() -> None:
             assert key == 3, "waited for ever"
             return super().get(key)
 
-    made: list[Action] = [Advance(0, 2), Put(2), Await(0), Advance(2, 3), Put(3), Await(1)]
-    made += [Advance(3, 4), EndForward(), Get(3), Await(2), Load(3), Reverse(3), Free(3)]
-    made += [Load(0), Advance(0, 2), Reverse(2), Load(0), Advance(0, 1), Reverse(1)]
-    made += [Load(0), Reverse(0), Drop(3), Drop(2)]
+    made = actions_of("0>2 P2 a0 2>3 P3 a1 3>4 | G3 a2 L3 R3 F3 L0 0>2 R2 L0 0>1 R1 L0 R0 D3 D2")
     chain, start = CHAINS["large"]
     store = Hanging(MemoryStore(), lose_read={0})
     store.open(Layout.of(start()))
@@ -341,7 +330,7 @@ def test_the_next_sweep_is_planned_for_the_tier_as_it_was() -> None:
         unequal_run(case, MemoryStore(), "2 slots") as run,
     ):
         assert swept(run, case.start()) == case.store_all()
-        assert found and run.plan is not None and run.plan.tier is not None
+        assert found
         before = run.plan.tier.write_bytes_per_s
         assert swept(run, case.start()) == case.store_all()
         assert run.plan.tier.write_bytes_per_s == pytest.approx(before / 10)

@@ -12,7 +12,7 @@ import numpy as np
 try:
     from numpy._core import _multiarray_umath
 except ImportError:  # NumPy 1.26
-    from numpy.core import _multiarray_umath  # type: ignore[no-redef]
+    from numpy.core import _multiarray_umath
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -126,7 +126,7 @@ def lent(address: int, leaf: Leaf) -> Array:
         warnings.simplefilter("ignore", DeprecationWarning)
         array.dtype, array.shape = DTYPES[leaf.dtype], leaf.shape
     assert array.base is None and not array.flags.owndata
-    return array  # type: ignore[no-any-return]
+    return array
 
 
 class Lender:

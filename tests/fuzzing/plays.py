@@ -208,7 +208,7 @@ class Play:
         else:
             cause = error
             while cause is not None and cause is not raised:
-                cause = cause.__cause__  # type: ignore[assignment]
+                cause = cause.__cause__
             where = _where(error)
             how = "hidden" if cause is not None else "raw"
             seen.found(f"{how} {name}: {error} ({where})", self._beside)
@@ -384,7 +384,7 @@ class Play:
             self.sweep(run)
             if self.case.seed % 2:
                 self.forward(run, self.start())
-        run = None  # type: ignore[assignment]
+        run = None
         gc.collect()
 
     def nested(self) -> None:

@@ -258,7 +258,7 @@ def test_only_agreed_times_decide_which_steps_run(taped: bool) -> None:
             200,
             adjoint=np.zeros(1),
             seconds=0.1,
-            agree=lambda seconds, agreed=agreed: next(agreed),  # type: ignore[misc]
+            agree=lambda seconds, agreed=agreed: next(agreed),
         )
         ran.append(calls)
     assert ran[0] == ran[1]
@@ -295,7 +295,6 @@ def test_a_cascade_is_measured_level_by_level(tmp_path: Path) -> None:
         FunctionChain(lambda x, i: x + 1, lambda x, a, i: a), np.zeros(512), 100, store,
         seconds=0.05,
     )  # fmt: skip
-    assert costs.tier is not None
     assert costs.tier.capacity_states == 5 << 20 >> 12
     assert costs.tier.write_s > 0
     assert list(tmp_path.iterdir()) == []

@@ -84,4 +84,4 @@ def test_a_budget_is_one_of_three() -> None:
 @pytest.mark.parametrize("fraction", ["0.5", True, float("nan"), [1]])
 def test_a_fraction_is_a_number(fraction: object) -> None:
     with pytest.raises(ArgumentError, match="memory="):
-        Budget(fraction=fraction)  # type: ignore[arg-type]
+        Budget(fraction=fraction)

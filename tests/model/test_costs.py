@@ -27,7 +27,7 @@ from multistage.model.tier import Tier
 def test_bad_costs(wrong: dict[str, float]) -> None:
     values = {"forward_step_s": 1.0, "reverse_step_s": 2.0, **wrong}
     with pytest.raises(ArgumentError, match=next(iter(wrong))):
-        Costs(**values)  # type: ignore[arg-type]
+        Costs(**values)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_bad_costs(wrong: dict[str, float]) -> None:
 )
 def test_bad_tiers(wrong: dict[str, float]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(wrong))):
-        Tier(**wrong)  # type: ignore[arg-type]
+        Tier(**wrong)
 
 
 def test_derived_costs() -> None:

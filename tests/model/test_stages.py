@@ -23,7 +23,7 @@ def a_stage(**changes: object) -> Stage:
         "output_bytes": 100,
         "tape_bytes": 300,
     }
-    return Stage(**{**options, **changes})  # type: ignore[arg-type]
+    return Stage(**{**options, **changes})
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_invalid_texts_of_a_tier_are_refused(text: str) -> None:
 @pytest.mark.parametrize("wrong", [0, -1, float("nan"), "fast", None, True])
 def test_rates_must_be_above_0(wrong: object) -> None:
     with pytest.raises(ArgumentError):
-        Tier.of_rates(wrong, 1.0)  # type: ignore[arg-type]
+        Tier.of_rates(wrong, 1.0)
 
 
 def tiers() -> st.SearchStrategy[Tier]:
@@ -127,7 +127,7 @@ def test_a_plan_of_several_tiers_or_none_has_not_one_to_replace() -> None:
 @pytest.mark.parametrize("factor", [0, -1, float("nan"), float("inf"), "2", True])
 def test_a_tier_is_slower_by_a_factor_above_0(factor: object) -> None:
     with pytest.raises(ArgumentError):
-        Tier.of_rates(100.0, 50.0, latency_s=0.5).slower(factor)  # type: ignore[arg-type]
+        Tier.of_rates(100.0, 50.0, latency_s=0.5).slower(factor)
 
 
 def test_a_tier_of_states_alone_is_sent_no_tapes() -> None:

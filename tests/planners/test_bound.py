@@ -111,7 +111,6 @@ def test_the_kernel_equals_its_twin(n: int, slots: int, at) -> None:
 
     first, second, reading = at
     prices = Prices(1.0, 2.0, *at, 4 * first, 3 * first, 4 * second, 3 * reading)
-    assert native.LIBRARY is not None
     work = np.empty(int(native.LIBRARY.ms_priced_work_len(n, slots)))
     kernel = native.LIBRARY.ms_priced(n, slots, np.array(prices).ctypes.data, work.ctypes.data)
     assert kernel == pytest.approx(priced_twin(n, slots, prices))

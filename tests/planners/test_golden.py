@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from planners.replays import driven, replay, short
+from replays import driven, replay, short
 
 from multistage.actions import Put
 from multistage.model.costs import Costs
@@ -221,6 +221,6 @@ optimal VARIED 187 SLOW
 def test_plans_of_chains(given: list[str], expected: str) -> None:
     planner, costs, memory, tier = given
     limit = None if memory == "-" else int(memory)
-    plan = plan_chain(globals()[costs], limit, planner, tiers=globals().get(tier))  # type: ignore[arg-type]
+    plan = plan_chain(globals()[costs], limit, planner, tiers=globals().get(tier))
     assert short(plan.actions) == expected
     assert (tier != "-") == any(isinstance(action, Put) for action in plan.actions)

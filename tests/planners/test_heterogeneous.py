@@ -332,7 +332,7 @@ def test_bad_input() -> None:
         with pytest.raises(ArgumentError, match=message):
             plan_chain(costs, memory)
     with pytest.raises(ArgumentError, match="'best' is not known"):
-        plan_chain(costs, None, "best")  # type: ignore[arg-type]
+        plan_chain(costs, None, "best")
     with pytest.raises(ArgumentError, match="segments"):
         plan_chain(costs, None, "periodic", segments=4)
     with pytest.raises(ArgumentError, match="segments"):

@@ -47,7 +47,7 @@ needs_native = pytest.mark.skipif(native.LIBRARY is None, reason="the C core was
 def tier(
     write_s: float, read_s: float, capacity: int | None = None, name: str = "slow", **more: float
 ) -> Tier:
-    return Tier(name, write_s, read_s, capacity_states=capacity, **more)  # type: ignore[arg-type]
+    return Tier(name, write_s, read_s, capacity_states=capacity, **more)
 
 
 def turns_s(costs: Costs, n: int) -> float:
@@ -397,8 +397,6 @@ def test_every_instruction_set_gives_the_same_rows(
 
     monkeypatch.setattr(native, "library", Limited)
     found = solve(levels, 1500, 1.1)
-    assert expected.tables[1] is not None
-    assert found.tables[1] is not None
     assert all(map(np.array_equal, expected.tables[1].rows, found.tables[1].rows))
     assert len(found.tables[1].rows) == 9
 
@@ -436,7 +434,6 @@ def test_mixed_kernel_is_its_twin() -> None:
 def test_enough_slots_are_as_good_as_no_bound() -> None:
     free = solve((Level(3), Level(None, 2.0, 2.0)), 400, 1.0)
     table = free.tables[1]
-    assert table is not None
     assert table.depths is not None
     needed = table.slots
     assert 1 < needed < 400
@@ -445,7 +442,7 @@ def test_enough_slots_are_as_good_as_no_bound() -> None:
         assert (bounded.seconds == free.seconds) == equal
         assert walked_s(bounded, 1.0) == bounded.seconds
     # One slot less than needed: every row is made.
-    assert solve((Level(3), Level(needed - 1, 2.0, 2.0)), 400, 1.0).tables[1].slots == needed - 1  # type: ignore[union-attr]
+    assert solve((Level(3), Level(needed - 1, 2.0, 2.0)), 400, 1.0).tables[1].slots == needed - 1
 
 
 @pytest.mark.parametrize("trajectory", TRAJECTORIES)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replays import actions_of
 
 from multistage.actions import (
     Action,
     Advance,
     Await,
-    Drop,
     EndForward,
-    Free,
     Get,
     Load,
     Offer,
@@ -35,7 +34,7 @@ def steps_run(schedule: object) -> list[Action]:
     """The actions that compute, in order."""
     seen = []
     token = 0
-    for action, send in drive(schedule):  # type: ignore[arg-type]
+    for action, send in drive(schedule):
         if isinstance(action, Advance | Tape | Reverse | EndForward | Load):
             seen.append(action)
         elif isinstance(action, Put | Get):
@@ -61,38 +60,20 @@ def test_legal_same_steps_and_never_slower(
     def plain() -> object:
         return on_tier(revolve_schedule(stored, n))
 
-    used = check(overlap(plain(), slots), n, slots)  # type: ignore[arg-type]
+    used = check(overlap(plain(), slots), n, slots)
     assert used.peak_slots <= slots
     assert used.tier_peak.get(0, 0) <= stored
-    assert steps_run(overlap(plain(), slots)) == steps_run(plain())  # type: ignore[arg-type]
+    assert steps_run(overlap(plain(), slots)) == steps_run(plain())
     costs = Costs(1.0, 2.0, tiers=(Tier("slow", write_s, read_s),))
-    before = simulate(plain(), n, costs, slots)  # type: ignore[arg-type]
-    after = simulate(overlap(plain(), slots), n, costs, slots)  # type: ignore[arg-type]
+    before = simulate(plain(), n, costs, slots)
+    after = simulate(overlap(plain(), slots), n, costs, slots)
     assert after.makespan_s <= before.makespan_s + 1e-9
     assert after.reads <= before.reads
 
 
 def test_no_read_takes_the_room_of_a_second_tape() -> None:
     n, slots = 4, 3
-    actions = [
-        Put(0),
-        Await(0),
-        Advance(0, 2),
-        Tape(2),
-        Tape(3),  # takes two slots
-        EndForward(),
-        Reverse(3),
-        Reverse(2),
-        Get(0),
-        Await(1),
-        Load(0),
-        Advance(0, 1),
-        Reverse(1),
-        Load(0),
-        Reverse(0),
-        Free(0),
-        Drop(0),
-    ]
+    actions = actions_of("P0 a0 0>2 T2 T3 | R3 R2 G0 a1 L0 0>1 R1 L0 R0 F0 D0")
     assert check(actions, n, slots, tape_slots=2.0).peak_slots == 2
     seen: list[Action] = []
 

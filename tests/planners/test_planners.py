@@ -189,7 +189,7 @@ def test_plan_ranks_and_explains() -> None:
 @pytest.mark.parametrize("n", [0, -1, 1.5, True])
 def test_bad_step_counts(n: object) -> None:
     with pytest.raises(ArgumentError, match=r"n_steps=.*at least 1"):
-        plan(Costs(1.0, 2.0), "10 slots", n)  # type: ignore[arg-type]
+        plan(Costs(1.0, 2.0), "10 slots", n)
 
 
 def test_bad_planner_names_the_others() -> None:

@@ -159,7 +159,7 @@ def begin(seed: int = 0, most_delay_us: int = 0) -> None:
         bytes_of = torch.empty(0, dtype=torch.uint8, device=place).set_(storage)
         return bytes_of.clone().untyped_storage()
 
-    torch.UntypedStorage.clone = clone  # type: ignore[method-assign]
+    torch.UntypedStorage.clone = clone
     for name, value in in_place.items():
         for module in (cuda, cuda.random, cuda.memory):
             if hasattr(module, name):

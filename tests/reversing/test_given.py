@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from replays import actions_of
 
 from multistage import (
     PLANNERS,
@@ -29,16 +30,9 @@ from multistage import (
 from multistage.actions import (
     Action,
     Advance,
-    Await,
-    Drop,
-    EndForward,
     Free,
-    Get,
-    Load,
-    Put,
     Reverse,
     Save,
-    Tape,
 )
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
@@ -105,11 +99,10 @@ def gradient(planner: Any, **options: Any) -> Any:
 
 
 # Checkpoints on the tier; the slot under the first is freed when its write is awaited.
-LEGAL: list[Action] = [Save(0), Put(0), Advance(0, 3), Await(0), Free(0), Save(3), Put(3)]
-LEGAL += [Advance(3, 5), Await(1), Free(3), Tape(5), EndForward(), Reverse(5)]
-LEGAL += [Get(3), Await(2), Load(3), Advance(3, 4), Reverse(4), Load(3), Reverse(3), Free(3)]
-LEGAL += [Drop(3), Get(0), Await(3), Load(0), Advance(0, 2), Reverse(2)]
-LEGAL += [Load(0), Advance(0, 1), Reverse(1), Load(0), Reverse(0), Free(0), Drop(0)]
+LEGAL = actions_of(
+    "S0 P0 0>3 a0 F0 S3 P3 3>5 a1 F3 T5 | R5 G3 a2 L3 3>4 R4 L3 R3 F3 D3 G0 a3 L0 0>2 R2 L0 0>1 R1 "
+    "L0 R0 F0 D0"
+)
 # The same, freed before.
 EARLY: list[Action] = [action for action in LEGAL if action != Free(0)]
 EARLY.insert(2, Free(0))
@@ -253,7 +246,7 @@ def test_a_plan_that_keeps_states_only_serves_a_chain_with_one_tape() -> None:
         PLANNERS["revolve"](replace(TAPED, tape_bytes=NOT_KEPT), 2, N),
     ):
         with Reversal(chain, planner=made, costs=TAPED) as run:
-            assert run.costs is not None and run.costs.one_tape
+            assert run.costs.one_tape
             run.forward(start())
             gradients.append(run.reverse(np.ones(50)))
     assert np.array_equal(*gradients)
@@ -312,7 +305,6 @@ def test_growing_tapes_stop_at_the_budget_and_are_planned_again() -> None:
     with Reversal(chain, n_steps=n, **options) as run:
         with pytest.raises(BudgetError, match=r"Tape.*fast slots of the 100 in the budget"):
             run.forward(start())
-        assert run.costs is not None
         assert run.costs.tape_slots > 8
         with pytest.raises(BudgetError, match="store-all needs"):
             run.forward(start())

@@ -186,7 +186,6 @@ def test_checked_judges_the_actions_of_a_plan_byte_by_byte(kind: str) -> None:
         steps = run._sweeps.steps
         assert isinstance(steps, Unequal)
         plan = steps.plan
-        assert plan is not None
         steps.plan = replace(plan, memory_bytes=plan.peak_bytes - 1)
         steps.stale = False  # whatever the tier's rates were
         with pytest.raises(ScheduleError, match="but the limit is"):
@@ -443,7 +442,7 @@ def test_given_uniform_costs_or_a_planner_keep_steps_uniform() -> None:
     case = Case(2, "functional", 9)
     for more in ({"costs": Costs(1.0, 2.0, state_bytes=100)}, {"planner": "revolve"}):
         with (
-            Reversal(case.chain(), n_steps=9, memory="3 slots", **more) as run,  # type: ignore[arg-type]
+            Reversal(case.chain(), n_steps=9, memory="3 slots", **more) as run,
             pytest.raises(StateError, match="unlike the first"),
         ):
             run.forward(case.start())
@@ -477,7 +476,6 @@ def test_states_of_unequal_size_travel(name: str, kind: str, tmp_path: Path) -> 
                         assert run.report().counts.lost == 0
                 if not seed:
                     run.report().save(tmp_path / "report.html")
-                    assert run.plan is not None
                     assert run.report().peak_fast_bytes <= run.plan.peak_bytes
 
 

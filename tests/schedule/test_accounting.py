@@ -147,7 +147,7 @@ class Memory:
             case Evict(step, _, is_tape):
                 tokens = [k for k in self.under_way(is_tape, step) if self._writes(k)]
                 held = self.tapes if is_tape else self.saved
-                need(tokens and step in held and self.queue[tokens[0]][3] is held[step])  # type: ignore[index]
+                need(tokens and step in held and self.queue[tokens[0]][3] is held[step])
                 self.queue[tokens[0]] = None
                 gone = held.pop(step)
                 if is_tape:
@@ -287,7 +287,6 @@ def test_random_actions_are_judged_and_counted_as_by_the_oracle(seed: int) -> No
             rules.apply(action, answer)
             memory = there
             performed += 1
-            assert rules.memory is not None
             assert rules.memory.resident_bytes == memory.resident(), action
     assert performed > 500
 
@@ -297,7 +296,6 @@ def test_bytes_are_those_of_the_oracle_after_each_action(
     actions: list[Action], costs: StageCosts
 ) -> None:
     rules, memory = Rules.in_bytes(costs), Memory(costs)
-    assert rules.memory is not None
     for action in actions:
         rules.apply(action, rules.next_token if isinstance(action, Put | Get) else True)
         memory.apply(action)
@@ -329,7 +327,6 @@ def test_a_byte_less_than_the_peak_is_refused_and_changes_nothing(
 def test_a_run_of_stages_needs_two_states_at_a_time() -> None:
     costs = StageCosts(tuple(Stage("a", 1, 1, size, size, 0, 3) for size in (10, 100, 90, 4)), 5)
     rules = Rules.in_bytes(costs)
-    assert rules.memory is not None
     rules.apply(Advance(0, 4), None)
     assert rules.memory.peak_bytes == 5 + 100 + 90 + 3
     assert rules.memory.resident_bytes == 5 + 4
@@ -366,14 +363,12 @@ def test_an_evicted_state_leaves_though_a_tape_starts_from_it() -> None:
     rules = Rules.in_bytes(costs)
     for action in (Advance(0, 1), Save(1), Put(1), Tape(1), Evict(1)):
         rules.apply(action, 0 if isinstance(action, Put) else True)
-    assert rules.memory is not None
     assert rules.memory.resident_bytes == 1
 
 
 def test_an_evicted_state_stays_while_a_tape_of_the_reverse_sweep_starts_from_it() -> None:
     costs = StageCosts((Stage("a", 1, 1, 100, 130), Stage("b", 1, 1, 1, 7)))
     rules, memory = Rules.in_bytes(costs), Memory(costs)
-    assert rules.memory is not None
     first = [Advance(0, 1), Save(1), Put(1), Advance(1, 2), EndForward()]
     for action in (*first, Load(1), Tape(1), Evict(1)):
         rules.apply(action, 0 if isinstance(action, Put) else True)
@@ -388,7 +383,6 @@ def test_the_state_in_an_evicted_tape_stays_while_a_tape_of_the_reverse_sweep_st
 ):
     costs = StageCosts((Stage("a", 1, 1, 100, 130), Stage("b", 1, 1, 1, 7)))
     rules = Rules.in_bytes(costs)
-    assert rules.memory is not None
     first = [Tape(0), Put(0, tape=True), Advance(1, 2), EndForward()]
     for action in (*first, Load(1), Tape(1), Evict(0, tape=True)):
         rules.apply(action, 0 if isinstance(action, Put) else True)
@@ -484,7 +478,7 @@ def test_bad_arguments() -> None:
     with pytest.raises(ArgumentError, match="the costs have 3 stages"):
         check([], 7, costs=costs)
     with pytest.raises(ArgumentError, match=r"must be multistage\.StageCosts"):
-        check([], costs=3)  # type: ignore[arg-type]
+        check([], costs=3)
     with pytest.raises(ArgumentError, match=r"memory_bytes=-1"):
         check([], costs=costs, memory_bytes=-1)
     with pytest.raises(ArgumentError, match="of the chain's input"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from replays import actions_of
 
 from multistage.actions import (
     Action,
@@ -24,18 +25,7 @@ from multistage.model.stages import Stage, StageCosts
 from multistage.schedule.rules import Rules, check
 
 # The last step's tape stands beside the tapes of the steps before it.
-TURN = [
-    Save(0),
-    Advance(0, 2),
-    Tape(2),
-    EndForward(),
-    Reverse(2),
-    Load(0),
-    Free(0),
-    Tape(0),
-    Reverse(1),
-    Reverse(0),
-]
+TURN = actions_of("S0 0>2 T2 | R2 L0 F0 T0 R1 R0")
 
 
 def test_the_tape_of_a_turn_takes_a_slot_beside_other_tapes() -> None:
@@ -102,29 +92,7 @@ def test_an_offer_and_an_await_are_judged_before_their_answer() -> None:
 
 
 # A schedule that looks at no answer, and a transfer of it that fails.
-STATIC = [
-    Put(0),
-    Await(0),
-    Advance(0, 1),
-    Put(1),
-    Await(1),
-    Advance(1, 2),
-    Tape(2),
-    EndForward(),
-    Reverse(2),
-    Get(1),
-    Await(2),
-    Load(1),
-    Reverse(1),
-    Free(1),
-    Drop(1),
-    Get(0),
-    Await(3),
-    Load(0),
-    Reverse(0),
-    Free(0),
-    Drop(0),
-]
+STATIC = actions_of("P0 a0 0>1 P1 a1 1>2 T2 | R2 G1 a2 L1 R1 F1 D1 G0 a3 L0 R0 F0 D0")
 
 
 @pytest.mark.parametrize("lost", [{0}, {1}, {2}, {3}, {0, 1}, {2, 3}, {0, 1, 2, 3}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from replays import actions_of
 
 from multistage.actions import (
     Action,
@@ -13,9 +14,7 @@ from multistage.actions import (
     Drop,
     EndForward,
     Evict,
-    Free,
     Get,
-    Load,
     Offer,
     Put,
     Reverse,
@@ -30,23 +29,7 @@ from multistage.schedule.rules import check
 from multistage.schedule.simulation import Jitter, simulate
 
 COSTS = Costs(1.0, 2.0, tiers=(Tier("t", write_s=4.0, read_s=3.0),))
-STREAMED = [
-    Put(0),
-    Advance(0, 2),
-    Tape(2),
-    EndForward(),
-    Reverse(2),
-    Await(0),
-    Get(0),
-    Await(1),
-    Load(0),
-    Advance(0, 1),
-    Reverse(1),
-    Load(0),
-    Free(0),
-    Drop(0),
-    Reverse(0),
-]
+STREAMED = actions_of("P0 0>2 T2 | R2 a0 G0 a1 L0 0>1 R1 L0 F0 D0 R0")
 
 
 def test_transfers_overlap_and_stalls_are_counted() -> None:
@@ -126,10 +109,10 @@ def test_an_unchecked_run_refuses_what_it_cannot_time(action: Action) -> None:
 
 STAGES = StageCosts.uniform(3, Stage("a", 1.0, 2.0, 10, 30), 5)
 NO_INTS: list[tuple[Any, str]] = [
-    (Advance(0, 0.5), "stop=0.5"),  # type: ignore[arg-type]
-    (Advance(0, "1"), "stop='1'"),  # type: ignore[arg-type]
-    (Drop([]), "step="),  # type: ignore[arg-type]
-    (Await([]), "token="),  # type: ignore[arg-type]
+    (Advance(0, 0.5), "stop=0.5"),
+    (Advance(0, "1"), "stop='1'"),
+    (Drop([]), "step="),
+    (Await([]), "token="),
 ]
 
 
@@ -144,9 +127,9 @@ def test_an_action_with_other_than_ints_is_named(action: Any, what: str) -> None
 
 def test_an_action_with_other_than_ints_is_named_where_steps_are_alike() -> None:
     with pytest.raises(ScheduleError, match=r"^action 0: Advance\(0, 1\) but stop='1' is no int"):
-        check([Advance(0, "1")], 3)  # type: ignore[arg-type]
+        check([Advance(0, "1")], 3)
     with pytest.raises(ScheduleError, match=r"^action 0: Put\(0, 0.5\) but tier=0.5 is no int"):
-        simulate([Put(0, 0.5)], 1, COSTS)  # type: ignore[arg-type]
+        simulate([Put(0, 0.5)], 1, COSTS)
 
 
 def test_a_negative_tier_is_no_tier() -> None:

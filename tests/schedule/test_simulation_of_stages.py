@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from replays import actions_of
 
 from multistage.actions import (
     Action,
     Advance,
     Await,
-    Drop,
     EndForward,
-    Evict,
     Free,
     Get,
     Load,
@@ -163,8 +162,7 @@ def test_the_number_of_stages_is_that_of_the_costs() -> None:
 
 def test_uniform_tapes_travel_in_the_time_of_their_slots() -> None:
     costs = Costs(1.0, 1.0, state_bytes=10, tape_bytes=20, tiers=(Tier("t", 2.0, 3.0),))
-    actions = [Tape(0), Put(0, tape=True), Tape(1), Evict(0, tape=True), EndForward()]
-    actions += [Reverse(1), Get(0, tape=True), Await(1), Reverse(0), Drop(0, tape=True)]
+    actions = actions_of("T0 P0t T1 E0t | R1 G0t a1 R0 D0t")
     for checked in (True, False):
         run = simulate(actions, 2, costs, 2, checked=checked)
         # 0..2 forward, written 1..5, reversed until 6, read 6..12, reversed until 13.
@@ -178,6 +176,6 @@ def test_bad_arguments() -> None:
     with pytest.raises(ArgumentError, match="go with StageCosts"):
         simulate([], 3, Costs(1.0, 1.0), 3, tiers=[TIER])
     with pytest.raises(ArgumentError, match="is not understood"):
-        simulate([], None, COSTS, tiers="fast")  # type: ignore[arg-type]
+        simulate([], None, COSTS, tiers="fast")
     with pytest.raises(ArgumentError, match="names tier 1, but there are 1"):
         simulate([Put(0, 1)], None, COSTS, tiers=[TIER])

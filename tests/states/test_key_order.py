@@ -224,7 +224,7 @@ def test_records_keep_the_order_of_keys() -> None:
     plain = layout.pack(layout.arrays(state))[0]
     assert [array.nbytes for array in plain] == [array.nbytes for array in packed]
     assert layout.digest(plain) != layout.digest(packed)
-    assert [*heir.state(heir.unpack(plain, None))] == ["b", "a"]  # type: ignore[call-overload]
+    assert [*heir.state(heir.unpack(plain, None))] == ["b", "a"]
     packed[-1][-1] = 9  # no place of a key
     assert heir.packing(packed[-1]) is None
 
@@ -259,7 +259,7 @@ def test_keys_that_cannot_be_sorted_keep_their_order(tiers: str | None) -> None:
         adjoint = reverse(states[i], adjoint, i)
     for turns in (False, True):
         with Reversal(
-            FunctionChain(lambda s, i, t=turns: made(s, i, t and i > 5), reverse),  # type: ignore[misc]
+            FunctionChain(lambda s, i, t=turns: made(s, i, t and i > 5), reverse),
             n_steps=N, memory="3 slots", costs=COSTS, tiers=tiers,
         ) as run:  # fmt: skip
             if turns:

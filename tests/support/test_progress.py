@@ -86,7 +86,7 @@ def test_threads_beside_the_main_one_are_silent(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_closed_stream_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
-    screen.isatty = screen.getvalue  # type: ignore[method-assign, assignment]
+    screen.isatty = screen.getvalue
     screen.close()  # asked, it raises ValueError
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.delenv(VARIABLE, raising=False)

@@ -68,7 +68,7 @@ def test_what_is_found_is_returned_and_taken_under_the_lock() -> None:
     monitor, held = Monitor(), list[int]()
     found: list[int] = []
     threads = [
-        in_a_thread(lambda: found.append(monitor.wait_for(lambda: held and held.pop())))  # type: ignore[arg-type]
+        in_a_thread(lambda: found.append(monitor.wait_for(lambda: held and held.pop())))
         for _ in range(3)
     ]
     for number in (5, 6, 7):
@@ -153,7 +153,7 @@ def test_an_interrupted_latch_is_set_and_waited_for_again() -> None:
     def trial(at: int) -> bool:
         latch, other = Latch(), Latch()
         waiting, setting = in_a_thread(latch.wait), in_a_thread(other.set)
-        hit = interrupted(lambda: (latch.set(), other.wait()), at)  # type: ignore[func-returns-value]
+        hit = interrupted(lambda: (latch.set(), other.wait()), at)
         latch.set()
         other.wait()
         waiting.join()

@@ -32,9 +32,9 @@ def _data_parallel(rank: int) -> Found:
     for limited in (False, True):
         model: nn.Module = _model()
         if limited:
-            model = mst.Sequential(model, x, memory=0.6)  # type: ignore[arg-type]
-            assert not model.plan.keeps_all  # type: ignore[union-attr]
-            plans.append(repr(model.plan.actions))  # type: ignore[union-attr]
+            model = mst.Sequential(model, x, memory=0.6)
+            assert not model.plan.keeps_all
+            plans.append(repr(model.plan.actions))
         wrapped = nn.parallel.DistributedDataParallel(model)
         for _ in range(2):
             wrapped(x).square().sum().backward()
@@ -57,15 +57,15 @@ def _sharded(rank: int, whole: bool) -> Found:
         for block in model.children():
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
         if limited:
-            model = mst.Sequential(model, memory=0.6)  # type: ignore[arg-type]
+            model = mst.Sequential(model, memory=0.6)
         if whole:
             fully_shard(model, mesh=mesh)
         for step in range(2):
             torch.manual_seed(step)
             model(x).square().sum().backward()
-        results.append([p.grad.full_tensor() for p in model.parameters()])  # type: ignore[union-attr]
-    assert not model.plan.keeps_all  # type: ignore[union-attr]
-    plans.append(repr(model.plan.actions))  # type: ignore[union-attr]
+        results.append([p.grad.full_tensor() for p in model.parameters()])
+    assert not model.plan.keeps_all
+    plans.append(repr(model.plan.actions))
     return results, plans
 
 
@@ -83,7 +83,7 @@ class _OverTime(nn.Module):
         state = x.new_zeros(4, 16), x.new_zeros(4, 16)
         if self.unrolled:
             out = mst.unroll(self.cell, state, x, memory="40 KiB", chunk=4)
-            self.seen = out.plan.planner  # type: ignore[union-attr]
+            self.seen = out.plan.planner
             return out.outputs
         ys = []
         for x_t in x:
@@ -105,7 +105,7 @@ def _sequences(rank: int, kind: str) -> Found:
         for _ in range(2):
             wrapped(x).square().sum().backward()
         grads = [p.grad for p in model.parameters()]
-        results.append([g.full_tensor() if kind == "fsdp" else g for g in grads])  # type: ignore[union-attr]
+        results.append([g.full_tensor() if kind == "fsdp" else g for g in grads])
     assert model.seen == "recompute"
     return results, []
 
@@ -136,7 +136,7 @@ def _worker(rank: int, folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
     """Return what each of two processes found in every job: to start them takes the longest."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(_worker, (str(folder),), nprocs=2)  # type: ignore[no-untyped-call]
+    torch.multiprocessing.spawn(_worker, (str(folder),), nprocs=2)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

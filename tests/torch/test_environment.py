@@ -29,7 +29,7 @@ def recomputed(stages: Any, x: Any, check: Any = "error") -> mst.Sequential:
     count = len(mst.profile(stages, x, seconds=0.0).stages)
     costs = StageCosts(tuple(Stage(str(i), 1.0, 1.0, 1, 100, 1) for i in range(count)), 1, 1)
     chain = mst.Sequential(stages, x, costs=costs, memory=130, check=check)
-    assert chain.plan is not None and not chain.plan.keeps_all
+    assert not chain.plan.keeps_all
     return chain
 
 
@@ -86,7 +86,7 @@ def test_a_parameter_that_was_written_to_is_named(change: str) -> None:
     x = torch.randn(4, WIDTH)
     chain = recomputed(net(), x)
     loss = chain(x).square().sum()
-    weight = chain[0].weight  # type: ignore[attr-defined]
+    weight = chain[0].weight
     with torch.no_grad():
         if change == "in place":
             weight.add_(1)
@@ -223,7 +223,7 @@ def test_functions_that_wrap_modules() -> None:
     x = torch.randn(16, WIDTH, requires_grad=True)
     (one, plain), (other, stages) = make(), make()
     chain = recomputed(stages, x)
-    assert [int(b[1].num_batches_tracked) for b in other] == [0] * 4  # type: ignore[index]
+    assert [int(b[1].num_batches_tracked) for b in other] == [0] * 4
     found = []
     for blocks, call in ((one, lambda x: functools.reduce(_apply, plain, x)), (other, chain)):
         parameters = [*blocks.parameters(), x]
@@ -233,7 +233,7 @@ def test_functions_that_wrap_modules() -> None:
     assert_equal(*found)
     loss = chain(x).square().sum()
     with torch.no_grad():
-        other[1][0].weight.add_(1)  # type: ignore[index, union-attr, operator]
+        other[1][0].weight.add_(1)
     with pytest.raises(StateError, match=r"parameter '.*weight' of stage"):
         loss.backward()
 
@@ -256,8 +256,8 @@ def test_modes_of_wrapped_modules_are_part_of_the_kind() -> None:
     chain = mst.Sequential([functools.partial(_call, block) for block in blocks], x, memory=1.0)
     blocks.train()
     chain(x).sum().backward()
-    assert [int(block[1].num_batches_tracked) for block in blocks] == [1, 1, 1]  # type: ignore[index]
-    assert blocks[0][0].weight.grad is not None  # type: ignore[index, union-attr]
+    assert [int(block[1].num_batches_tracked) for block in blocks] == [1, 1, 1]
+    assert blocks[0][0].weight.grad is not None
 
 
 def test_a_replaced_stage_is_profiled_again() -> None:

@@ -84,7 +84,7 @@ def _trained(model: nn.Module, x: Tensor, *, autocast: bool) -> list[Tensor]:
             y = model(x)
         y.float().square().mean().backward()
         results += [y.detach(), torch.rand(3, device=DEVICE)]
-    return [*results, *(p.grad for p in model.parameters()), *model.buffers()]  # type: ignore[list-item]
+    return [*results, *(p.grad for p in model.parameters()), *model.buffers()]
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -94,7 +94,7 @@ def test_training_is_plain_training(share: float, autocast: bool) -> None:
     plain = _chain()
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         ours = mst.Sequential(copy.deepcopy(plain), x, memory=share)
-    assert ours.plan is not None and not ours.plan.keeps_all
+    assert not ours.plan.keeps_all
     for a, b in zip(
         _trained(plain, x, autocast=autocast), _trained(ours, x, autocast=autocast), strict=True
     ):
@@ -107,7 +107,6 @@ def test_the_limit_holds_by_the_allocator(share: float, planner: Any) -> None:
     x = torch.randn(*(64, 3, 64, 64) if REAL else (2, 3, 32, 32), device=DEVICE)
     model = _chain()
     whole = mst.Sequential(model, x, memory=1.0).plan
-    assert whole is not None
     with pytest.raises(BudgetError) as refused:
         mst.Sequential(model, x, memory=1, planner=planner, costs=whole.costs)
     least = int(str(refused.value).split("< ")[1].split(" bytes")[0])
@@ -118,14 +117,14 @@ def test_the_limit_holds_by_the_allocator(share: float, planner: Any) -> None:
     ours(x).square().mean().backward()
     peak = torch.cuda.max_memory_allocated() - before + x.nbytes
     assert peak <= memory
-    assert peak >= 0.7 * ours.plan.peak_bytes  # type: ignore[union-attr]
+    assert peak >= 0.7 * ours.plan.peak_bytes
 
 
 def test_no_limit_means_the_device() -> None:
     x = torch.randn(4, 3, 32, 32, device=DEVICE)
     ours = mst.Sequential(_chain(), x)
-    assert ours.plan is not None and ours.plan.keeps_all
-    assert ours.plan.memory_bytes <= torch.cuda.get_device_properties(0).total_memory  # type: ignore[operator]
+    assert ours.plan.keeps_all
+    assert ours.plan.memory_bytes <= torch.cuda.get_device_properties(0).total_memory
 
 
 class Cell(nn.Module):
@@ -166,7 +165,7 @@ def test_sequences(options: dict[str, Any], tmp_path: Any) -> None:
                 loss = loss + one
         else:
             out = mst.unroll(model, state, xs, **{**options, "tiers": tiers})
-            assert out.plan is not None and out.plan.planner in ("recompute", "stream")
+            assert out.plan.planner in ("recompute", "stream")
             last, loss = out.state, out.loss
         (loss + last.square().mean()).backward()
         results.append([loss, last, state.grad, xs.grad, *(p.grad for p in model.parameters())])
@@ -190,14 +189,12 @@ def test_states_on_their_way_are_within_the_limit(
     for _ in range(2):
         before = _alone(cell, h, x)
         out = mst.unroll(cell, h, lambda t: x, n_steps=200 if REAL else 80, chunk=1, **options)
-        assert out.loss is not None
         forward = torch.cuda.max_memory_allocated() - before
         out.loss.backward()
         plan = out.plan
         del out
         peaks.append((forward, torch.cuda.max_memory_allocated() - before))
     parameters = sum(p.nbytes for p in cell.parameters())  # whose gradients are added up besides
-    assert plan is not None and plan.plan is not None
     # Preparing takes memory in the first iteration, too.
     assert peaks[1][1] <= plan.peak_bytes + 2 * parameters, (peaks, plan.plan.planner)
     assert peaks[1][1] >= 0.7 * plan.peak_bytes, (peaks, plan.plan.planner)
@@ -212,7 +209,6 @@ def test_memory_of_a_sequence_is_flat() -> None:
         for _ in range(2):
             before = _alone(cell, h, x)
             out = mst.unroll(cell, h, lambda t, x=x: x, n_steps=steps, memory=limit, chunk=2)
-            assert out.loss is not None
             out.loss.backward()
             del out
         peaks.append(torch.cuda.max_memory_allocated() - before)

@@ -304,7 +304,7 @@ def test_offload_on_two_streams() -> None:
         torch.cuda.synchronize()
         gradients.append(x.grad)
     for gradient in gradients[1:]:
-        assert gradient is not None and torch.equal(gradient, gradients[0])  # type: ignore[arg-type]
+        assert gradient is not None and torch.equal(gradient, gradients[0])
 
 
 class Fork(nn.Module):
@@ -336,7 +336,7 @@ def test_stages_with_a_stream_of_their_own() -> None:
     plain = nn.Sequential(*(Fork() for _ in range(8))).to(DEVICE)
     x = torch.randn(500, 60, device=DEVICE)
     ours = mst.Sequential(plain, x, memory=0.5)
-    assert ours.plan is not None and not ours.plan.keeps_all
+    assert not ours.plan.keeps_all
     results = []
     for model in (plain, ours, ours, ours):
         model(x).square().mean().backward()
@@ -366,14 +366,13 @@ def _trained(cell: nn.Module, x: Any, h: Tensor, **options: Any) -> list[Tensor 
     torch.manual_seed(3)
     if options:
         out = mst.unroll(cell, h, x, **options)
-        assert out.plan is not None and out.plan.planner in ("recompute", "stream")
+        assert out.plan.planner in ("recompute", "stream")
         loss, last = out.loss, out.state
     else:
         last, loss = cell(h, x[0])
         for x_t in x[1:]:
             last, one = cell(last, x_t)
             loss = loss + one
-    assert loss is not None
     loss.backward()
     found = [loss.detach(), last.detach(), *(p.grad for p in cell.parameters())]
     for parameter in cell.parameters():
@@ -407,7 +406,7 @@ def test_a_stage_that_moves_to_the_device_and_draws_there(autocast: bool) -> Non
     stages += [nn.Sequential(nn.Linear(50, 50), nn.Tanh()).to(DEVICE) for _ in range(8)]
     plain, x = nn.Sequential(*stages), torch.randn(64, 50)
     ours = mst.Sequential(plain, x, memory=0.8)
-    assert ours.plan is not None and not ours.plan.keeps_all
+    assert not ours.plan.keeps_all
     results = []
     for model in (plain, ours):
         torch.manual_seed(1)

@@ -209,7 +209,7 @@ def test_a_tensor_written_to_on_its_way_is_spoilt() -> None:
         group.on_its_way(back)
         assert lane.wait(back) and group.came_back()
         (found,) = group.tensors
-        assert found is not None and found.shape == (4, 8)
+        assert found.shape == (4, 8)
         assert (group.versions[0] < 0) == writes
         assert lane.close()
 

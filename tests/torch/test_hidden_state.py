@@ -63,10 +63,10 @@ class Within:
             rows[t] = answer if value is None else value
 
     def __getitem__(self, t: int) -> Any:
-        return self.run.send((t, None))  # type: ignore[attr-defined]
+        return self.run.send((t, None))
 
     def __setitem__(self, t: int, value: Any) -> None:
-        self.run.send((t, value))  # type: ignore[attr-defined]
+        self.run.send((t, value))
 
 
 MEMORIES: dict[str, Callable[[], Any]] = {
@@ -104,7 +104,6 @@ def test_states_in_hidden_places_are_refused(name: str, chunk: int | None, dista
     message = r"outside of it \(shape \(2, 6\).*or return it|shape \(2, 6\).*is kept outside of it"
     with pytest.raises((ArgumentError, StateError), match=message):
         out = mst.unroll(cell, start, x, memory="20 KiB", planner="recompute", chunk=chunk)
-        assert out.loss is not None
         out.loss.backward()
 
 
@@ -114,7 +113,7 @@ def test_the_place_of_a_hidden_state_is_named() -> None:
     def cell(h: Tensor, x: Tensor) -> Tensor:
         h = h * weight + x
         if rows[7] is None:
-            rows[7] = h  # type: ignore[call-overload]
+            rows[7] = h
         return h + rows[7]
 
     x = torch.randn(STEPS, 2, WIDTH)
@@ -195,7 +194,6 @@ def test_statistics_that_change_late_are_counted_once(late: int | None, how: Any
         state: Any = torch.zeros(4, WIDTH), torch.zeros((), dtype=torch.int64)
         if ours:
             loss = mst.unroll(cell, state, x, **how).loss
-            assert loss is not None
         else:
             losses = []
             for each in x:
@@ -225,7 +223,6 @@ def test_results_that_depend_on_a_buffer_changed_late_are_refused() -> None:
     start = x[0], torch.zeros((), dtype=torch.int64)
     cell = Scaled()
     loss = mst.unroll(cell, start, x, planner="recompute", chunk=4).loss
-    assert loss is not None
     with pytest.raises(StateError, match="depend on buffer 'scale', which changes at later steps"):
         loss.backward()
     with pytest.raises(StateError, match="changes buffer 'scale'"):
@@ -258,6 +255,5 @@ def test_every_output_of_a_repeated_chunk_is_compared(unequal: bool) -> None:
     loss = mst.unroll(
         cell, start, x, memory="6 KiB", planner="recompute", chunk=4, unequal=unequal
     ).loss
-    assert loss is not None
     with pytest.raises(StateError, match="returned other numbers at steps"):
         loss.backward()

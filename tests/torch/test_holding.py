@@ -187,7 +187,7 @@ def _peaks(
         alive.peak_bytes = 0
         with alive:
             _iterate(chain, x, inside)
-        assert chain.plan is not None and chain.plan.memory_bytes is not None
+        assert chain.plan.memory_bytes is not None
         held = alive.peak_bytes + x.untyped_storage().nbytes()
         found.append(held / chain.plan.memory_bytes)
     return found
@@ -263,7 +263,7 @@ def test_a_limit_exceeded_while_running_is_corrected_and_told_once() -> None:
     x = torch.randn(ROWS, WIDTH)
     stages = [Grows() for _ in range(8)]
     chain = mst.Sequential(nn.Sequential(*stages), x, memory=19 * x.nbytes)
-    assert chain.plan is not None and chain.plan.keeps_all is False
+    assert chain.plan.keeps_all is False
     assert max(_peaks(chain, x, iterations=1)) <= MOST
     first = chain.plan
     stages[3].leaves = 3

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from replays import actions_of
 from torch import Tensor, nn
 
 import multistage as ms
@@ -58,9 +59,7 @@ def _one_by_one(actions: Sequence[Action], starts: Sequence[int]) -> list[tuple[
 
 
 def test_stages_that_are_never_parted_run_as_one() -> None:
-    actions: list[Action] = [Advance(0, 3), Tape(3), Tape(4), EndForward()]
-    actions += [Reverse(4), Reverse(3), Load(0), Advance(0, 1), Tape(1)]
-    actions += [Reverse(2), Reverse(1), Load(0), Reverse(0)]
+    actions = actions_of("0>3 T3 T4 | R4 R3 L0 0>1 T1 R2 R1 L0 R0")
     stages, traits = _stages(5)
     joined, described, new = stretched(stages, traits, actions)
     assert [t.name for t in described] == ["stage 0", "stage 1+stage 2", "stage 3+stage 4"]
@@ -141,7 +140,6 @@ def test_values_sizes_and_devices_inside_are_compared(planned: int | None) -> No
 def test_each_of_several_stages_is_counted_by_its_own_bytes() -> None:
     joined = Joined([torch.exp, torch.exp], [Sizes(400, 8), Sizes(400, None)])
     assert joined.sizes[0] is not None
-    assert joined.sizes[1] is not None
     count = Count(0, Sizes())
     count.begin(joined.sizes[0])
     with Saved(count.add):
@@ -160,7 +158,7 @@ def test_tensors_no_gradient_needs_are_released_with_their_stage() -> None:
         caught.versions.append(0)
         caught.part(size, None)
     caught.parts.pop()
-    never = weakref.ref(caught.tape[2])  # type: ignore[arg-type]
+    never = weakref.ref(caught.tape[2])
     tape = HeldTape(caught, None)
     assert tape.take(1) is not None
     assert never() is None
@@ -234,7 +232,7 @@ def test_the_peak_stays_within_the_limit(memory: float) -> None:
         meter.ignore([x, *chain.parameters()])
         meter.ignore(t.grad for t in [x, *chain.parameters()] if t.grad is not None)
         chain(x).sum().backward()
-    assert chain.plan is not None and chain.plan.memory_bytes is not None
+    assert chain.plan.memory_bytes is not None
     assert meter.peak_bytes + x.nbytes <= chain.plan.memory_bytes
 
 

@@ -151,7 +151,7 @@ def test_stages_that_differentiate_keep_to_the_limit() -> None:
     layers = [f() for _ in range(6) for f in (Force, nn.Tanh)]
     x = torch.randn(64, D)
     model = mst.Sequential(layers, x, memory=0.6)
-    assert model.plan is not None and model.plan.memory_bytes is not None
+    assert model.plan.memory_bytes is not None
     model(x).sum().backward()
     parameters = list(model.parameters())
     with Meter(CPU) as meter:
@@ -164,7 +164,7 @@ def test_gradients_by_torch_func_need_their_tape() -> None:
     class ByFunc(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             energy = super().forward
-            return x + torch.func.grad(lambda z: energy(z).tanh().sum())(x)  # type: ignore[no-any-return]
+            return x + torch.func.grad(lambda z: energy(z).tanh().sum())(x)
 
     layers = [ByFunc(32, 32) for _ in range(6)]
     x = torch.randn(64, 32)

@@ -40,9 +40,9 @@ def test_forward_on_several_shapes_before_one_backward(
     front: Any = mst.compile if compiled else mst.Sequential
     chain = front(model, memory=memory)
     for call in (plain, chain):
-        sum(call(x).square().mean() for x in crops).backward()  # type: ignore[union-attr]
+        sum(call(x).square().mean() for x in crops).backward()
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+        assert torch.equal(a.grad, b.grad)
     for a, b in zip(plain.buffers(), model.buffers(), strict=True):
         assert torch.equal(a, b)
 
@@ -52,7 +52,7 @@ class Poisoned(nn.BatchNorm1d):
 
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
-        self.running_mean.fill_(float("nan"))  # type: ignore[union-attr]
+        self.running_mean.fill_(float("nan"))
         return y
 
 
@@ -62,7 +62,7 @@ def test_buffers_get_their_bits_and_versions_back() -> None:
     with untouched(Scope([norm]), x):
         norm(x)
     assert [b._version for b in norm.buffers()] == versions
-    assert torch.equal(norm.running_mean, torch.zeros(4))  # type: ignore[arg-type]
+    assert torch.equal(norm.running_mean, torch.zeros(4))
 
 
 WIDTH = 64
@@ -87,7 +87,7 @@ def sequential(stages: list[nn.Module], count: int) -> tuple[mst.Sequential, Ten
     x = torch.randn(8, WIDTH)
     costs = StageCosts(tuple(Stage(str(i), 1.0, 1.0, 40, 100, 40) for i in range(count)), 1, 1)
     chain = mst.Sequential(stages, x, costs=costs, memory=261)
-    assert chain.plan is not None and not chain.plan.keeps_all
+    assert not chain.plan.keeps_all
     return chain, x
 
 
@@ -157,7 +157,6 @@ def test_another_plan_for_parameters_of_another_dtype() -> None:
     model = nn.Sequential(nn.Embedding(10, WIDTH), *blocks)
     words = torch.randint(0, 10, (16, 4))
     chain = mst.Sequential(model, words, memory=0.7)
-    assert chain.plan is not None
     limit = chain.plan.memory_bytes
     model.double()
     chain(words).sum().backward()

@@ -120,7 +120,6 @@ def both(model: nn.Module, x: Any, memory: Any, **options: Any) -> tuple[nn.Modu
 def test_training_is_plain_training(memory: float, planner: Any, wants: bool) -> None:
     x = torch.randn(256, WIDTH, requires_grad=wants)
     plain, ours = both(a_chain(*DEEP), x, memory, planner=planner)
-    assert ours.plan is not None
     assert ours.plan.keeps_all == (memory == 1.0 and planner != "revolve")
     assert_trains_alike(plain, ours, x)
 
@@ -136,7 +135,6 @@ def test_random_chains(kinds: list[str], share: float) -> None:
         assert_fails_alike(model, x, share)
         return
     whole = mst.Sequential(copy.deepcopy(model), x, memory=1.0).plan
-    assert whole is not None
     with pytest.raises(BudgetError) as refused:
         mst.Sequential(copy.deepcopy(model), x, memory=1)
     least = int(str(refused.value).split("< ")[1].split(" bytes")[0])
@@ -152,7 +150,7 @@ def test_twice_in_one_graph_and_accumulation() -> None:
         (model(model(x)) + model(2 * x)).sum().backward()
         model(x).sum().backward()
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+        assert torch.equal(a.grad, b.grad)
 
 
 class Appending(nn.Linear):
@@ -216,11 +214,11 @@ def test_stages_that_share_or_pass_on_other_things(name: str) -> None:
     found = []
     for model in (plain, chain):
         y = model(given(x))
-        sum(t.square().sum() for t in _leaves(y) if t.requires_grad).backward()  # type: ignore[union-attr]
+        sum(t.square().sum() for t in _leaves(y) if t.requires_grad).backward()
         found.append([*_leaves(y)[:1], x.grad, *(p.grad for p in model.parameters())])
         x.grad = None
-    assert chain.plan is not None and not chain.plan.keeps_all
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))  # type: ignore[arg-type]
+    assert not chain.plan.keeps_all
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_compiled_stages_train_within_a_limit() -> None:
@@ -233,7 +231,7 @@ def test_compiled_stages_train_within_a_limit() -> None:
     for model in (plain, chain):
         (y,) = torch.autograd.grad(model(x).square().sum(), x)
         found.append(y)
-    assert chain.plan is not None and not chain.plan.keeps_all
+    assert not chain.plan.keeps_all
     torch.testing.assert_close(*found)
 
 
@@ -257,7 +255,7 @@ def test_the_limit_holds_for_every_byte(share: float, planner: Any, wants: bool)
     model = a_chain(*("linear", "batch norm", "relu in place", "residual", "dropout", "tanh") * 4)
     whole = mst.Sequential(model, x, memory=1.0).plan
     least = _least(model, x, planner)
-    memory = int(least + share * (whole.plain_bytes - least))  # type: ignore[union-attr]
+    memory = int(least + share * (whole.plain_bytes - least))
     ours = mst.Sequential(model, x, memory=memory, planner=planner)
     ours(x).sum().backward()  # gradients of parameters are there from now on
     x.grad = None
@@ -270,7 +268,7 @@ def test_the_limit_holds_for_every_byte(share: float, planner: Any, wants: bool)
         y.backward(torch.ones_like(y))
     peak = meter.peak_bytes + x.nbytes
     assert peak <= memory
-    assert peak >= 0.7 * ours.plan.peak_bytes  # type: ignore[union-attr]
+    assert peak >= 0.7 * ours.plan.peak_bytes
 
 
 def test_nothing_is_kept_after_a_forward_without_backward() -> None:
@@ -341,11 +339,11 @@ def test_unsupported_uses_raise_errors() -> None:
     with pytest.raises(BudgetError, match="smallest limit"):
         mst.Sequential(a_chain("linear", "tanh"), x, memory=10)
     with pytest.raises(ArgumentError, match=r"multistage\.torch\.compile"):
-        mst.Sequential(Residual(), x)  # type: ignore[arg-type]
+        mst.Sequential(Residual(), x)
     with pytest.raises(ArgumentError, match="at least one stage"):
         mst.Sequential([], x)
     with pytest.raises(ArgumentError, match="stages are callable"):
-        mst.Sequential([nn.Tanh(), 3], x)  # type: ignore[list-item]
+        mst.Sequential([nn.Tanh(), 3], x)
 
 
 def test_another_kind_of_input() -> None:
@@ -387,7 +385,7 @@ def test_a_stage_that_saves_more_when_it_runs_again(monkeypatch: pytest.MonkeyPa
     x = torch.randn(64, requires_grad=True)
     costs = StageCosts(tuple(Stage(str(i), 1.0, 1.0, 40, 100, 40) for i in range(4)), 1, 1)
     ours = mst.Sequential([Grows() for _ in range(4)], x, memory=261, costs=costs, check="off")
-    assert ours.plan is not None and not ours.plan.keeps_all
+    assert not ours.plan.keeps_all
     y = ours(x)
     monkeypatch.setenv("MULTISTAGE_TEST_GROWS", "1")
     with pytest.raises(StateError, match="saved other tensors when it was run again"):

@@ -52,7 +52,6 @@ def _prepared(model: nn.Sequential, given: Any, memory: Any) -> mst.Sequential:
 def test_a_number_in_the_state_that_decides_sizes_is_planned_for(memory: float) -> None:
     x = torch.randn(16, 32)
     chain = _prepared(nn.Sequential(*[Widening() for _ in range(6)]), (x, 1), memory)
-    assert chain.plan is not None
     small = chain.plan.memory_bytes
     held = [*chain.parameters(), x]
     _peak(chain, (x, 50), held)  # plans again, which is not counted
@@ -111,7 +110,7 @@ def test_an_attribute_that_decides_sizes_is_planned_for_and_nothing_is_counted_t
             outputs.append(torch.rand(1))
         assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])
     held = [*chain.parameters(), *chain.buffers(), x]
-    assert chain.plan is not None and chain.plan.memory_bytes is not None
+    assert chain.plan.memory_bytes is not None
     assert _peak(chain, x, held) <= chain.plan.memory_bytes
     plain(x)
     assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), chain.buffers(), strict=True))
@@ -143,7 +142,6 @@ def test_values_of_tensors_that_decide_sizes_are_planned_for(memory: float) -> N
     for stage in stages:
         stage.give(-1.0)
     chain(few).sum().backward()
-    assert chain.plan is not None
     small = chain.plan.memory_bytes
     many = torch.rand(64, 32)
     for stage in stages:
@@ -179,7 +177,7 @@ def test_sizes_that_a_coin_decides_are_planned_for_as_they_come() -> None:
         for _ in range(2):  # the first may plan again, which is not counted
             random.seed(step)
             peak = _peak(chain, x, held)
-        assert chain.plan is not None and chain.plan.memory_bytes is not None
+        assert chain.plan.memory_bytes is not None
         assert peak <= chain.plan.memory_bytes
         gradients = [p.grad for p in model.parameters()]
         for parameter in model.parameters():
@@ -214,8 +212,8 @@ class Hiding(nn.Module):
         self.linear = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Hiding.apply(x.tanh().sigmoid().tanh())  # type: ignore[no-untyped-call]
-        return self.linear(y).tanh()  # type: ignore[no-any-return]
+        y: Tensor = _Hiding.apply(x.tanh().sigmoid().tanh())
+        return self.linear(y).tanh()
 
 
 class Unrolled(nn.Module):
@@ -234,7 +232,7 @@ class Unrolled(nn.Module):
 def test_tensors_no_hook_sees_are_planned_for(kind: type[nn.Module], memory: float) -> None:
     x = torch.randn(64, 32)
     chain = _prepared(nn.Sequential(*[kind() for _ in range(4)]), x, memory)
-    assert chain.plan is not None and chain.plan.memory_bytes is not None
+    assert chain.plan.memory_bytes is not None
     # What a sequence holds until its backward stays, however often the stage runs.
     assert chain.plan.keeps_all == (memory == 1.0)
     held = [*chain.parameters(), x]
@@ -248,5 +246,5 @@ def test_preparing_stays_within_the_limit() -> None:
     with Meter(torch.device("cpu")) as meter:
         meter.ignore([x, *model.parameters()])
         chain = mst.Sequential(model, x, memory=0.6)
-    assert chain.plan is not None and chain.plan.memory_bytes is not None
+    assert chain.plan.memory_bytes is not None
     assert meter.peak_bytes + x.nbytes <= chain.plan.memory_bytes

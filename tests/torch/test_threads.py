@@ -79,14 +79,14 @@ def test_one_model_with_batch_norm() -> None:
     layers = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(6)]
     x = torch.randn(16, 32)
     model = mst.Sequential(layers, x, memory=0.8)
-    assert model.plan is not None and not model.plan.keeps_all
+    assert not model.plan.keeps_all
 
     def train() -> None:
         for _ in range(10):
             model(x).sum().backward()
 
     _together(train, train)
-    assert [int(layer[1].num_batches_tracked) for layer in layers] == [20] * 6  # type: ignore[call-overload]
+    assert [int(layer[1].num_batches_tracked) for layer in layers] == [20] * 6
 
 
 class Cell(nn.Module):
@@ -114,7 +114,6 @@ def test_two_cells_with_dropout(how: dict[str, Any]) -> None:
         def train() -> None:
             for _ in range(5):
                 loss = mst.unroll(cell, torch.zeros(4, 16), x, **how).loss
-                assert loss is not None
                 loss.backward()
 
         return train
@@ -127,7 +126,6 @@ def test_one_cell_in_two_threads() -> None:
 
     def train() -> None:
         loss = mst.unroll(cell, torch.zeros(4, 16), x, **UNROLLS[0]).loss
-        assert loss is not None
         loss.backward()
 
     train()

@@ -163,7 +163,7 @@ def test_a_schedule_too_long_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=f"{MOST_STEPS + 1} steps is too long to draw"):
         made.picture(tmp_path / "long.svg")
     with pytest.raises(ArgumentError, match="picture of 'speed' is not known"):
-        made.picture(tmp_path / "x.svg", "speed")  # type: ignore[arg-type]
+        made.picture(tmp_path / "x.svg", "speed")
     made.save(tmp_path / "long.html")  # its tables alone
     assert "are not drawn" in (tmp_path / "long.html").read_text()
 

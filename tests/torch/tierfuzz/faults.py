@@ -32,16 +32,16 @@ class Faults:
             return False
         if self._what == "break" and self._when(key):
             raise OSError("the cable is out")
-        return super().put(key, arrays, block=block)  # type: ignore[misc, no-any-return]
+        return super().put(key, arrays, block=block)
 
     def wait_written(self, key: int) -> bool:
-        written = super().wait_written(key)  # type: ignore[misc]
+        written = super().wait_written(key)
         return written and not (self._what == "write" and self._when(key))
 
     def get(self, key: int) -> list[Any]:
         if self._what == "read" and self._when(key):
             raise CheckpointLost("bad checksum")
-        return super().get(key)  # type: ignore[misc, no-any-return]
+        return super().get(key)
 
 
 class Flaky(Faults, MemoryStore):

@@ -68,6 +68,33 @@ def _one(action: Action) -> str:
             return f"{_LETTERS[type(action)]}{action.step}"
 
 
+def actions_of(text: str) -> list[Action]:
+    """Return the actions that a text in the notation of this module names.
+
+    Examples
+    --------
+    >>> short(actions_of("T0 P0t@1 0>2 | a0"))
+    'T0 P0t@1 0>2 | a0'
+    """
+    return [_read(word) for word in text.split()]
+
+
+def _read(word: str) -> Action:
+    if word == "|":
+        return EndForward()
+    if ">" in word:
+        start, _, stop = word.partition(">")
+        return Advance(int(start), int(stop))
+    place, _, tier = word[1:].partition("@")
+    step = int(place.removesuffix("t"))
+    if word[0] == "a":
+        return Await(step)
+    for kind, letter in _MOVES.items():
+        if letter == word[0]:
+            return kind(step, int(tier or 0), place.endswith("t"))
+    return next(kind(step) for kind, letter in _LETTERS.items() if letter == word[0])
+
+
 def replay(plan: Plan) -> list[Action]:
     """Return the actions of a uniform plan in virtual time."""
     actions: list[Action] = []
