@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multistage import native
-from multistage.errors import ArgumentError
+from multistage.errors import ArgumentError, ScheduleError
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS, RANKED, Plan, plan
@@ -459,6 +461,22 @@ def test_every_trajectory_is_optimal_and_counted(
         with monkeypatch.context() as patch:
             patch.setattr(native, "LIBRARY", None)
             assert [array.tolist() for array in accesses(n, slots, trajectory)] == counted
+
+
+@pytest.mark.parametrize("write_s", [0.5, 3.0])
+@pytest.mark.parametrize(("slots", "room"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)])
+def test_no_other_split_of_positions_is_cheaper(slots: int, room: int, write_s: float) -> None:
+    costs = Costs(1.0, 2.0, tiers=(tier(write_s, 2 * write_s, room),))
+    for n in (3, 6, 11):
+        every = []
+        for total in range(1, min(slots + room, n - 1) + 1):
+            for in_tier, trajectory in product(product((False, True), repeat=total), TRAJECTORIES):
+                made = partial(stumm_walther_schedule, in_tier, trajectory, slots, n)
+                with contextlib.suppress(ScheduleError):
+                    check(made(), n, slots, tier_slots={0: room})
+                    every.append(simulate(made(), n, costs, slots, checked=False).makespan_s)
+        least_s = PLANNERS["stumm-walther"](costs, slots, n).makespan_s
+        assert least_s == pytest.approx(min(every)), (n, len(every))
 
 
 # ------------------------------------------------------------------------- auto
