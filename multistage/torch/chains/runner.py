@@ -57,8 +57,6 @@ class Run:
         Of a plan.
     tier : ChainTier, optional
         The tier of a plan that sends something there.
-    watchful : bool
-        Whether every stage is watched for draws of random numbers; see `StageRunner`.
     course : Stages, optional
         What to ask when transfers are late; of the plan that the actions are of.
     left : callable, optional
@@ -76,13 +74,12 @@ class Run:
         actions: Sequence[Action],
         tier: ChainTier | None = None,
         *,
-        watchful: bool = True,
         course: Stages | None = None,
         left: Callable[[], None] = lambda: None,
         metered: Metered | None = None,
         check: Check = "off",
     ) -> None:
-        self._stages = StageRunner(stages, traits, watchful=watchful, check=check)
+        self._stages = StageRunner(stages, traits, check=check)
         self._script = Script(actions)
         self._course, self._left, self._metered = course, left, metered
         self._tier = tier
@@ -97,8 +94,8 @@ class Run:
         StateError
             If a stage changes what it did not change when it was profiled.
         OnceMore
-            If a stage saves or returns more bytes than planned for, or draws random numbers
-            unforeseen; all that the stages did is undone, except for writes to the input.
+            If a stage saves or returns more bytes than planned for; all that the stages did is
+            undone, except for writes to the input.
         """
         with self._unless_it_fails(), self._stages.turn(), self._stages.sweep(state):
             first = KeptState.of(state)

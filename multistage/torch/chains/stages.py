@@ -25,7 +25,7 @@ from ..environment.turns import TURN
 from ..measurement.checking import Check, complain
 from ..measurement.joining import Calls, Joined
 from ..measurement.saved import Caught, Complete, Kind, Saved, difference, never, nodes_made
-from ..measurement.traits import Count, OnceMore, Traits, UnforeseenError
+from ..measurement.traits import Count, OnceMore, Traits
 from ..tensors.checksums import Digests
 from ..tensors.streams import Home
 
@@ -40,9 +40,6 @@ class StageRunner:
     Parameters
     ----------
     stages, traits : sequences of equal length
-    watchful : bool
-        Whether every stage is watched for draws of random numbers, rather than all those
-        between two that are known to draw.
     check : {"error", "warn", "off"}
         What to do where a run again saves other numbers than the first: they are compared by
         checksums, of tensors in host memory.
@@ -53,11 +50,8 @@ class StageRunner:
         stages: Calls,
         traits: Sequence[Traits],
         *,
-        watchful: bool = False,
         check: Check = "off",
     ) -> None:
-        # What was written to cannot be undone.
-        self._watchful = watchful or traits[0].changes_input
         self._stages, self.traits, self._check = stages, traits, check
         self._scopes = [t.scope or Scope([s]) for s, t in zip(stages, traits, strict=True)]
         self._around: dict[int, Environment] = {}
@@ -68,7 +62,6 @@ class StageRunner:
         self._watched = 0  # of these
         self._generators = Generators()
         self._random: tuple[State, ...] = ()  # of the generators, between two stages
-        self._captured = 0  # before this stage
         # Kinds and checksums of the tensors that each stage saved where its graph holds numbers.
         self._first: dict[int, tuple[list[Kind], list[int | None]]] = {}
         self._wants: dict[int, tuple[bool, ...]] = {}  # of the leaves of each state, at first
@@ -91,8 +84,7 @@ class StageRunner:
         StateError
             If a stage leaves a setting changed.
         OnceMore
-            If a stage is larger than planned for, or draws random numbers unforeseen; all
-            that stages did is undone.
+            If a stage is larger than planned for; all that stages did is undone.
         """
         every = [scope.seen_last() for scope in self._scopes]
         devices = {t.device for t in tensors_in(state)}.union(*[f.devices() for f in every])
@@ -101,7 +93,6 @@ class StageRunner:
         self._settings = settings = Settings.capture(self._device_types())
         try:
             yield
-            self._refuse_unforeseen()
         except OnceMore:
             self._undo()
             raise
@@ -115,11 +106,6 @@ class StageRunner:
                 "cannot be run again as they were: change it outside of the chain"
             )
         self._random = ()
-
-    def _refuse_unforeseen(self) -> None:
-        """Find out whether a stage drew random numbers that is not known to."""
-        if not self._watchful and self._random != self._generators.capture():
-            raise UnforeseenError
 
     def _undo(self) -> None:
         self._generators.restore(self._random)  # as they were before the stage that failed
@@ -139,8 +125,6 @@ class StageRunner:
         self._own |= {id(g): (name, g) for name, g in own}
         if len(self._own) == self._watched and devices <= self._devices:
             return
-        if self._random:
-            self._refuse_unforeseen()
         self._devices |= devices
         self._watched = len(self._own)
         others = [d for d in self._devices if d.type not in ("cpu", "meta")]
@@ -187,8 +171,6 @@ class StageRunner:
         )
         devices = {x.device for x in leaves if isinstance(x, Tensor)}
         self._watch(devices | around.found.devices(), around.found.generators)
-        if trait.draws and not self._watchful and self._captured != i:
-            self._refuse_unforeseen()
         count, sizes = None, trait.sizes
         if sizes is not None and not trait.unhooked:
             way = sizes.way(leaves, around.found.number)
@@ -204,11 +186,9 @@ class StageRunner:
         if sizes is not None and count is not None:
             count.end()
             sizes.counted(way, count.nbytes)
-        if trait.draws or self._watchful:
-            before, self._random = self._random, self._generators.capture()
-            self._captured = i + 1
-            if around.drew(self._generators, before, self._random, trait.draws):
-                self._shares = True
+        before, self._random = self._random, self._generators.capture()
+        if around.drew(self._generators, before, self._random, trait.draws):
+            self._shares = True
         around.verify()
         TURN.moved()
         return state, caught

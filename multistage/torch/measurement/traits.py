@@ -38,10 +38,6 @@ class ApartError(OnceMore):
     """Stages that were run as one have to be run one by one."""
 
 
-class UnforeseenError(OnceMore):
-    """A stage draws random numbers that is not known to: every stage is to be watched."""
-
-
 class LargerError(OnceMore):
     """A stage saves or returns more than is planned for.
 

@@ -113,7 +113,6 @@ class Limited:
     functions: Scope | None = None  # of stages that are no modules
     whole: Scope | None = None  # of all stages
     facts: tuple[int, Facts] | None = None  # of what the scope held last, by its number
-    watchful: bool = False  # whether a stage drew random numbers unforeseen
     watch: Watch = field(default_factory=Watch)
     # By kind of input; the latest first.
     known: OrderedDict[Kind, Planned] = field(default_factory=OrderedDict)

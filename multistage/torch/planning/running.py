@@ -22,7 +22,7 @@ from ..environment.states import leaves_of, tensors_in
 from ..environment.turns import TURN
 from ..measurement.checking import Checked
 from ..measurement.measure import SECONDS, Profile, measure_stages
-from ..measurement.traits import ApartError, LargerError, Sizes, UnforeseenError
+from ..measurement.traits import ApartError, LargerError, Sizes
 from ..tiers.lane import ChainTier
 from .choosing import chosen, device_of, limit_of, of_rank_0
 from .limited import (
@@ -245,7 +245,6 @@ def run(
                 traits,
                 actions,
                 tier,
-                watchful=chain.watchful or collective,
                 course=late,
                 left=partial(_note_left, chain, planned.plan, late),
                 metered=metered,
@@ -254,8 +253,6 @@ def run(
             ).forward(state)
             planned.sizes.counted(way, 0)
             return result
-        except UnforeseenError:
-            chain.watchful = True
         except ApartError:
             planned.running.joins = False
         except LargerError as error:
