@@ -273,6 +273,20 @@ def test_a_replaced_stage_is_profiled_again() -> None:
 # ------------------------------------------------------- attributes and globals
 
 
+def test_keywords_of_a_partial_are_those_of_the_first_run() -> None:
+    def scaled(x: Tensor, scale: float) -> Tensor:
+        return torch.tanh(x * scale)
+
+    part = functools.partial(scaled, scale=2.0)
+    stages, x = [part, torch.sin] * 4, torch.randn(4, WIDTH, requires_grad=True)
+    found = []
+    for call in (lambda x: functools.reduce(_apply, stages, x), recomputed(stages, x)):
+        part.keywords["scale"] = 2.0
+        found.append(gradients(call, x, [x], between=lambda: part.keywords.update(scale=3.0)))
+        assert part.keywords == {"scale": 3.0}
+    assert_equal(*found)
+
+
 def test_a_dict_that_is_emptied_between_forward_and_backward() -> None:
     scales: dict[str, float] = {}
 

@@ -278,6 +278,16 @@ def test_a_limit_exceeded_while_running_is_corrected_and_told_once() -> None:
         _peaks(chain, x, iterations=2)
 
 
+def test_a_second_backward_pass_that_exceeds_the_limit_is_named() -> None:
+    x = torch.randn(ROWS, WIDTH)
+    chain = mst.Sequential(nn.Sequential(*[Block() for _ in range(12)]), x, memory=0.5)
+    with pytest.warns(CheckpointWarning, match=r"a second backward pass \(retain_graph=True\)"):
+        for _ in range(4):
+            loss = chain(x).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+
 def test_metering_changes_no_gradient() -> None:
     x = torch.randn(ROWS // 10, WIDTH)
     torch.manual_seed(1)

@@ -322,7 +322,8 @@ class _Walk:
             case MethodType():
                 self._all((value.__self__, value.__func__), name, depth)
             case functools.partial():
-                self._all((value.func, *value.args, *value.keywords.values()), name, depth)
+                self._all((value.func, *value.args), name, depth)
+                self._hold(value.keywords, f"{name}[", "]", depth)
             case tuple() | frozenset():
                 if len(value) <= _MOST_PLACES:
                     self._all(value, name, depth, numbered=True)

@@ -61,6 +61,17 @@ def casting_anew() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Return a context in which operators are deterministic; those that cannot be warn."""
+    before = _deterministic()
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        _set_deterministic(before)
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """All settings at one moment; equal to others that let the same kernels run."""

@@ -26,10 +26,13 @@ class Seen:
         Iterations, metered or not.
     most_bytes : int
         At least, at once, the chain's input and output included.
+    twice : bool
+        Whether that was with a graph that is kept for a second backward pass.
     """
 
     runs: int = 0
     most_bytes: int = 0
+    twice: bool = False
 
     def is_due(self) -> bool:
         """Whether to meter the next iteration; of two in a row, one sees what the other left."""
@@ -88,6 +91,7 @@ class Metered:
     def __init__(self, meter: Meter, seen: Seen) -> None:
         self._meter, self._seen = meter, seen
         self._beside = 0  # bytes of the input and the output, which the caller holds
+        self._keeps = False  # whether the graph is kept for a second backward pass
         self.is_forward = True
 
     def given(self, state: Sequence[Tensor], known: Iterable[Tensor]) -> None:
@@ -104,11 +108,14 @@ class Metered:
     def on(self, *, again: bool = False) -> Iterator[None]:
         """Meter the sweep forward, or a run again in the backward pass."""
         self.is_forward = not again
+        if again:
+            self._keeps |= torch._C._autograd._get_current_graph_task_keep_graph()
         self._meter.reset_peak()
         with self._meter:
             yield
         seen = self._meter.peak_bytes + self._beside
-        self._seen.most_bytes = max(self._seen.most_bytes, seen)
+        if seen > self._seen.most_bytes:
+            self._seen.most_bytes, self._seen.twice = seen, self._keeps
 
 
 def _bytes_seen(tensors: Sequence[Tensor]) -> int:

@@ -65,6 +65,10 @@ _BESIDE = (
     "tensors in attributes, closures of hooks on gradients, weights as autocast keeps them, or "
     "what else no single stage was measured to hold"
 )
+_TWICE = (
+    "the tapes of a graph that is kept for a second backward pass (retain_graph=True), which lie "
+    "beside what is run again"
+)
 _KINDS = 256  # of input whose plans are remembered: those used last
 _NEAR = 2  # times a measured length, or a part of it: what is estimated is not further away
 _Value = TypeVar("_Value", int, float)
@@ -270,6 +274,7 @@ def _reserving(
     state: object,
     held_bytes: int,
     beyond_bytes: int,
+    what: str = _BESIDE,
 ) -> Planned:
     """Return a plan that keeps room for what was held beyond some bytes."""
     chain, limit = sequential._multistage, planned.plan.memory_bytes
@@ -280,7 +285,7 @@ def _reserving(
         room = limit - smallest_memory(held_by_caller(planned.profile.costs))
         more = min(more, int(room / (1 - share)) if share < 1 else more)
     reserved = planned.reserved_bytes + more
-    beside = f"{max(0, reserved)} bytes are held beside the stages: {_BESIDE}"
+    beside = f"{max(0, reserved)} bytes are held beside the stages: {what}"
     if more <= 0:
         raise BudgetError.below(
             f"memory={limit} bytes < {held_bytes} bytes ({format_bytes(held_bytes)}), which "
@@ -302,6 +307,7 @@ def _reserving(
 def corrected(sequential: LimitedModule, planned: Planned, state: object) -> Planned:
     """Return another plan where iterations by this one were seen to exceed the limit."""
     seen, chain = planned.seen.most_bytes, sequential._multistage
+    what = _TWICE if planned.seen.twice else _BESIDE
     if not (seen and _exceeds(planned, seen)):
         return planned
     if not chain.watch.told:
@@ -309,12 +315,12 @@ def corrected(sequential: LimitedModule, planned: Planned, state: object) -> Pla
         warnings.warn(
             f"an iteration held {seen} bytes ({format_bytes(seen)}) or more within a limit of "
             f"{planned.plan.memory_bytes}; the next is planned with room for what was held beside "
-            f"the stages: {_BESIDE}; later corrections are logged only",
+            f"the stages: {what}; later corrections are logged only",
             CheckpointWarning,
             stacklevel=2,
         )
     with TURN.taken(), torch.enable_grad():
-        anew = _reserving(sequential, planned, state, seen, planned.plan.peak_bytes)
+        anew = _reserving(sequential, planned, state, seen, planned.plan.peak_bytes, what)
         anew = within_limit(sequential, anew, state)
     return replaced(chain, planned, anew)
 
