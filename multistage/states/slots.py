@@ -147,7 +147,10 @@ class States(Protocol[State, ArrayT, LayoutT]):
 
 
 class Slots(Protocol[State, ArrayT]):
-    """Keeps states of one layout, and tapes beside them."""
+    """Keeps states of one layout, and tapes beside them.
+
+    What has a body here is that of slots which keep references: nothing is copied or reused.
+    """
 
     @property
     def shared(self) -> bool:
@@ -172,27 +175,27 @@ class Slots(Protocol[State, ArrayT]):
 
     def keep_tape(self, tape: object, states: tuple[State, State], step: int) -> Kept:
         """Keep the tape of a step; `states` are those before and after it.  Raises StateError."""
-        ...
+        return Kept(tape, ())
 
     def adopt_adjoint(self, adjoint: Adjoint, live: State) -> Adjoint:
         """Return a user's adjoint, copied where it shares memory with what a sweep holds."""
-        ...
+        return adjoint
 
     def apart(self, adjoint: Adjoint, live: State) -> Adjoint:
         """Return what an adjoint step returned, copied where later steps would change it.
 
         `live` is the state it was given, which is done with.
         """
-        ...
+        return adjoint
 
     def release(self, kept: Kept) -> None:
         """Give a kept state or tape back."""
-        ...
+        return
 
     def trim(self) -> None:
         """Let memory go that is only kept to be reused: something else takes its place."""
-        ...
+        return
 
     def release_all(self) -> None:
         """Give everything back, after an error or at the end of a run."""
-        ...
+        return

@@ -20,7 +20,7 @@ from ...backends.lifetimes import Birth, end
 from ...errors import CheckpointWarning, MultistageError
 from ...execute.sweep import Moved, Sweep, Wait
 from ...states.slots import Kept
-from ..environment.states import EmptyState, KeptState
+from ..environment.states import KeptState
 from ..measurement.saved import Caught, written_to
 from ..tensors.geometry import Geometry, is_plain
 from ..tiers.groups import Origin, TensorGroup, Watch
@@ -68,7 +68,7 @@ class HeldTape:
         self._given: list[weakref.ref[Tensor] | None] = [None] * len(caught.tape)
         self._inputs: dict[int, tuple[Origin, Geometry, Watch]] = {}
         self._group: TensorGroup | None = None
-        self._spare: EmptyState | None = None
+        self._spare: KeptState | None = None
         self.state = state
         self.output: KeptState | None = None
 
@@ -180,7 +180,7 @@ class _Sent:
 
     group: TensorGroup
     transfer: Transfer
-    empty: EmptyState | None = None  # of a state
+    empty: KeptState | None = None  # of a state
     landed: bool = False
     lost: bool = False
 

@@ -26,7 +26,7 @@ from ...actions import (
     Tape,
 )
 from ...errors import ScheduleError
-from ...states.slots import Kept
+from ...states.slots import Kept, Slots
 from ..environment.states import KeptState
 from ..measurement.saved import Caught
 from .holdings import HeldTape, Holdings
@@ -118,7 +118,7 @@ class Script:
         return False
 
 
-class Links:
+class Links(Slots[Box, object]):
     """The stages of a chain as the operators of a sweep, and its slots.
 
     States and tapes are kept by reference; a write to them is detected.
@@ -220,21 +220,3 @@ class Links:
 
     def check(self, live: object, where: int | str) -> None:
         """Nothing: states may be of any kind."""
-
-    def keep_tape(self, tape: object, states: tuple[object, object], step: int) -> Kept:
-        return Kept(tape, ())
-
-    def adopt_adjoint(self, adjoint: Adjoint, live: object) -> Adjoint:
-        return adjoint
-
-    def apart(self, adjoint: Adjoint, live: object) -> Adjoint:
-        return adjoint
-
-    def release(self, kept: Kept) -> None:
-        return
-
-    def trim(self) -> None:
-        return
-
-    def release_all(self) -> None:
-        return

@@ -39,7 +39,6 @@ Buffers: TypeAlias = Sequence[tuple[nn.Module, str]]
 _numbers = itertools.count()  # of what was found
 _MOST_PLACES = 256  # beside those of modules
 _DEPTH = 6
-_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _OTHERS = {"torch", "numpy", "multistage", "triton", "sympy", "torchgen", "functorch", "pytest"}
 _NOT_RUN = {"__init__", "__repr__", "extra_repr", "__getstate__", "__setstate__", "__reduce__"}
 _GLOBAL_HOOKS: Any = (
@@ -443,11 +442,8 @@ class _Walk:
         """Visit the globals that a function names."""
         if _is_others(function.__module__ or ""):
             return
-        space, code = function.__globals__, function.__code__
-        stores = _STORE_GLOBAL in code.co_code[::2]
-        if not (stores or any(key in space and _is_own(space[key]) for key in _names(code))):
-            return
-        for key, attributes in _uses(code)[0].items():
+        space = function.__globals__
+        for key, attributes in _uses(function.__code__)[0].items():
             value = space.get(key, ABSENT)
             if not isinstance(value, ModuleType):
                 self._global(space, key, depth)
@@ -462,13 +458,6 @@ class _Walk:
         if not isinstance(value, (FunctionType, type)):
             self._globals.setdefault(id(space), (space, {}))[1][key] = None
         self.visit(value, f"global '{key}'", depth + 1)
-
-
-@functools.lru_cache(maxsize=8192)
-def _names(code: CodeType) -> frozenset[str]:
-    """Return all names in code, of which globals are some."""
-    inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return frozenset(code.co_names).union(*inner)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -506,13 +495,6 @@ def _uses(code: CodeType) -> tuple[dict[str, set[str]], dict[str, set[str] | Non
                 known = free.setdefault(key, set())
                 free[key] = None if used is None or known is None else known | used
     return loaded, free
-
-
-def _is_own(value: object) -> bool:
-    """Whether a global is no module, class or function of others."""
-    if isinstance(value, ModuleType):
-        return not _is_others(value.__name__)
-    return not (isinstance(value, (FunctionType, type)) and _is_others(value.__module__ or ""))
 
 
 @functools.cache

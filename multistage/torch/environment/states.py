@@ -114,15 +114,28 @@ class KeptState:
         """Return its tensors, each once."""
         return list({id(leaf): leaf for leaf in self._given()}.values())
 
-    def emptied(self) -> EmptyState:
-        """Return the state without its tensors."""
+    def emptied(self) -> KeptState:
+        """Return the state without its tensors, which are elsewhere; see `filled`."""
         places = {id(tensor): number for number, tensor in enumerate(self.tensors())}
         versions = [
             -1 if isinstance(leaf, Tensor) and leaf._version != version else version
             for leaf, version in zip(self.leaves, self.versions, strict=True)
         ]
-        leaves = [_Place(places[id(x)]) if isinstance(x, Tensor) else x for x in self.leaves]
-        return EmptyState(leaves, self.spec, versions, self.objects, self.inner)
+        leaves = [_Away(places[id(x)]) if isinstance(x, Tensor) else x for x in self.leaves]
+        return KeptState(leaves, self.spec, versions, self.objects, self.inner)
+
+    def filled(self, tensors: Sequence[Tensor | None], now: Mapping[int, int]) -> KeptState:
+        """Return an emptied state with its tensors, in the order of `tensors`.
+
+        `now` are the versions of those that were elsewhere, by their number; those of others
+        are the old ones, and -1 where a leaf had been written to since it was kept.
+        """
+        leaves = [tensors[x] if isinstance(x, _Away) else x for x in self.leaves]
+        versions = [
+            now.get(x, before) if isinstance(x, _Away) and before >= 0 else before
+            for x, before in zip(self.leaves, self.versions, strict=True)
+        ]
+        return KeptState(leaves, self.spec, versions, self.objects, self.inner)
 
     def fresh(self, wants: tuple[bool, ...], to_be_changed: bool) -> object:
         """Return the state for a stage to run on, of leaves unless the stage writes to them.
@@ -163,34 +176,8 @@ class KeptState:
         return pytree.tree_unflatten([once.get(id(leaf), leaf) for leaf in given], self.spec)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Stands for a tensor, by its number."""
-
-    number: int
-
-
-@dataclass(slots=True)
-class EmptyState:
-    """A kept state whose tensors are elsewhere."""
-
-    leaves: list[object]
-    spec: pytree.TreeSpec
-    versions: list[int]  # -1 where a leaf had been written to since it was kept
-    objects: Found | None
-    inner: list[int]
-
-    def filled(self, tensors: Sequence[Tensor | None], now: Mapping[int, int]) -> KeptState:
-        """Return the state with its tensors, in the order of `KeptState.tensors`.
-
-        `now` are the versions of those that were elsewhere, by their number.
-        """
-        leaves = [tensors[x.number] if isinstance(x, _Place) else x for x in self.leaves]
-        versions = [
-            now.get(x.number, before) if isinstance(x, _Place) and before >= 0 else before
-            for x, before in zip(self.leaves, self.versions, strict=True)
-        ]
-        return KeptState(leaves, self.spec, versions, self.objects, self.inner)
+class _Away(int):
+    """Stands for a tensor that is elsewhere, by its number."""
 
 
 def refuse_shared(tensors: Sequence[Tensor]) -> None:

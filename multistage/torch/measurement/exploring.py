@@ -19,19 +19,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ..environment.captured import Environment, Snapshot, exchanges_memory, generators_of
-from ..environment.copies import address, cloned
+from ..environment.copies import cloned
 from ..environment.randomness import Generators, State
-from ..environment.scope import Scope, buffers_among
+from ..environment.scope import Scope
 from ..environment.states import tensors_in, wants_of
-from ..tensors.checksums import digest, same_bits
+from ..tensors.checksums import same_bits
 from ..tensors.meter import storages_of
-from .saved import Saved, itself
+from .saved import Saved
 from .traits import Traits
 
 Call: TypeAlias = Callable[..., object]  # of a state
-_Bits: TypeAlias = tuple[int | None, int]  # a checksum, None without memory, and a version
 _State = TypeVar("_State")
-_FILLS = ("RreluWithNoiseBackward",)
+_FILLS = ("RreluWithNoiseBackward",)  # the slopes that random leaky ReLU draws
 
 
 def fresh_copy(state: _State, *, wants: bool | None = None) -> _State:
@@ -175,25 +174,16 @@ def _look_with_graph(
     wants : sequence of bool
         Which tensors of its result require gradients.
     """
-    kept: list[Tensor] = []
-    bits: list[_Bits] = []  # of those
-    buffers: set[int] = set()  # statistics, which batch norm saves before it updates them
     drawn, seeded = trait.draws, set[str]()
     plain = tensors_in(result)
 
-    def see(tensor: Tensor) -> None:
-        kept.append(itself(tensor))
-        bits.append((None if address(tensor) in buffers else digest(tensor), tensor._version))
-
     def run(disturbed: AbstractContextManager[object]) -> list[Tensor]:
         with around.again(), disturbed, torch.enable_grad():
-            buffers.update(address(b) for _, _, b in buffers_among(around.found.modules))
-            buffers.discard(0)  # of those whose memory is not seen
             return tensors_in(stage(_wanting(given, wants)))
 
     # Lengths of nested tensors have names, which are others each time they are made.
     unhooked = any(t.is_nested for t in (*plain, *tensors_in(given)))
-    saved = Saved(see)
+    saved = Saved()
     try:
         with saved:
             again = run(random.disturbed(drawn, seeded))
@@ -202,10 +192,6 @@ def _look_with_graph(
             raise
         unhooked = True
         again = run(random.disturbed(drawn, seeded))
-    now = [
-        (None if before is None else digest(tensor), tensor._version)
-        for tensor, (before, _) in zip(kept, bits, strict=True)
-    ]
     graded = False
     # Ranks that run a stage together run it as often.
     if exchanges_memory() or not _all_equal(plain, again):
@@ -219,17 +205,10 @@ def _look_with_graph(
         draws=drawn | seeded,
         graded=graded,
         differentiates=saved.is_asked,
-        unhooked=unhooked or any(t.is_nested for t in kept),
-        # By name too: memory used before may hold what is filled in.
-        fills=_changed(bits, now) or has_node(again, _FILLS),
+        unhooked=unhooked or any(t.is_nested for t in saved.held()),
+        fills=has_node(again, _FILLS),
     )
     return trait, wants_of(again)
-
-
-def _changed(before: Sequence[_Bits], after: Sequence[_Bits]) -> bool:
-    """Whether tensors changed without a new version; of those that have memory now, too."""
-    pairs = zip(before, after, strict=True)
-    return any(a != b and a[1] == b[1] for a, b in pairs if None not in (a[0], b[0]))
 
 
 def has_node(result: Sequence[Tensor], names: tuple[str, ...]) -> bool:

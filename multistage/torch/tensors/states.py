@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import StateError
 from ...states.layout import Layout
-from ...states.slots import Kept
+from ...states.slots import Kept, Slots
 from .geometry import ALIGN_BYTES, Geometry
 
 Adjoint = TypeVar("Adjoint")
@@ -281,7 +281,7 @@ def _from_numpy(array: Bytes) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-class TensorSlots:
+class TensorSlots(Slots[TensorState, Part]):
     """Fast slots: references, and copies of views that would keep more alive than themselves."""
 
     shared = True
@@ -297,37 +297,19 @@ class TensorSlots:
             state = TensorState(parts)
         return Kept(state, parts)
 
-    def adopt(self, arrays: list[Tensor], step: int) -> Kept:
+    def adopt(self, arrays: list[Part], step: int) -> Kept:
         return Kept(TensorState(arrays), arrays)
 
     def load(self, kept: Kept, live: object) -> TensorState:
         assert isinstance(kept.state, TensorState)
         return kept.state
 
-    def trim(self) -> None:
-        return
-
     def check(self, live: TensorState, where: int | str) -> None:
         self._layout.arrays(live, where)
-
-    def keep_tape(self, tape: object, states: tuple[object, object], step: int) -> Kept:
-        return Kept(tape, ())
-
-    def adopt_adjoint(self, adjoint: Adjoint, live: object) -> Adjoint:
-        return adjoint
-
-    def apart(self, adjoint: Adjoint, live: object) -> Adjoint:
-        return adjoint
 
     def used_up(self, live: object) -> None:
         """Return what is live in place of a state that no step starts from any more."""
         return
-
-    def release(self, kept: Kept) -> None:
-        """Nothing: references keep a tensor alive."""
-
-    def release_all(self) -> None:
-        """Nothing, as `release`."""
 
 
 def _keeps_more(tensor: Tensor) -> bool:
