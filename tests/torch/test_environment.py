@@ -273,40 +273,24 @@ def test_a_replaced_stage_is_profiled_again() -> None:
 # ------------------------------------------------------- attributes and globals
 
 
-def test_keywords_of_a_partial_are_those_of_the_first_run() -> None:
-    def scaled(x: Tensor, scale: float) -> Tensor:
-        return torch.tanh(x * scale)
-
-    part = functools.partial(scaled, scale=2.0)
-    stages, x = [part, torch.sin] * 4, torch.randn(4, WIDTH, requires_grad=True)
-    found = []
-    for call in (lambda x: functools.reduce(_apply, stages, x), recomputed(stages, x)):
-        part.keywords["scale"] = 2.0
-        found.append(gradients(call, x, [x], between=lambda: part.keywords.update(scale=3.0)))
-        assert part.keywords == {"scale": 3.0}
-    assert_equal(*found)
-
-
-def test_a_dict_that_is_emptied_between_forward_and_backward() -> None:
+def test_dicts_of_closures_and_keywords_are_those_of_the_first_run() -> None:
     scales: dict[str, float] = {}
 
-    def scaled(x: Tensor) -> Tensor:
-        return torch.tanh(x) * scales.get("scale", 1.0)
+    def scaled(x: Tensor, shift: float) -> Tensor:
+        return torch.tanh(x + shift) * scales.get("scale", 1.0)
 
-    stages = [*net(2), scaled, *net(2)]
-    x = torch.randn(4, WIDTH, requires_grad=True)
+    def change() -> None:
+        scales.clear()
+        part.keywords["shift"] = 3.0
+
+    part = functools.partial(scaled, shift=0.5)
+    stages, x = [*net(2), part, *net(2)], torch.randn(4, WIDTH, requires_grad=True)
     chain = recomputed(stages, x, check="off")
-
-    def plain(x: Tensor) -> Tensor:
-        for stage in stages:
-            x = stage(x)
-        return x
-
     found = []
-    for call in (plain, chain):
-        scales["scale"] = 2.0
-        found.append(gradients(call, x, [x], between=scales.clear))
-        assert scales == {}
+    for call in (lambda x: functools.reduce(_apply, stages, x), chain):
+        scales["scale"], part.keywords["shift"] = 2.0, 0.5
+        found.append(gradients(call, x, [x], between=change))
+        assert scales == {} and part.keywords == {"shift": 3.0}
     assert_equal(*found)
 
 

@@ -15,13 +15,11 @@ from torch import fx
 
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
-from multistage.errors import ArgumentError
 from multistage.model.stages import Stage
 from multistage.states.layout import Layout
 from multistage.support.waiting import Latch
 from multistage.torch.sequences.costs import KindCost, Steps
-from multistage.torch.tensors.checksums import checksum, fingerprint
-from multistage.torch.tensors.graphs import graph_begins, leaves_below
+from multistage.torch.tensors.checksums import fingerprint
 from multistage.torch.tiers.groups import Origin, TensorGroup
 from multistage.torch.tiers.lane import TierLane
 from multistage.torch.tiers.paging import Pager
@@ -32,12 +30,6 @@ PAGE = 64
 
 
 # ---------------------------------------------------------------------- bits
-
-
-def test_a_checksum_is_of_all_tensors_in_their_order() -> None:
-    a, b, c = (torch.full((3,), float(k)) for k in range(3))
-    found = [checksum(each) for each in ([a, b], [c, b], [b, a], [a])]
-    assert len(set(found)) == len(found)
 
 
 class Elsewhere(torch.Tensor):
@@ -55,16 +47,6 @@ def test_a_fingerprint_sees_every_bit_and_the_order_of_words(
     assert fingerprint(words.flip(0)) != before == fingerprint(words.clone())
     words[place] ^= -(1 << 63) if bit == 63 else 1 << bit
     assert fingerprint(words) != before
-
-
-def test_a_graph_from_before_the_cell_is_refused() -> None:
-    outside = torch.ones(2, requires_grad=True) * 2
-    begun = graph_begins()
-    leaf = torch.ones(2, requires_grad=True)
-    inside = leaf * 3
-    assert list(leaves_below([inside], set(), [], begun, "cell")) == [leaf]
-    with pytest.raises(ArgumentError, match="computed outside of it"):
-        list(leaves_below([inside * outside], {id(leaf)}, [], begun, "cell"))
 
 
 # ----------------------------------------------------------------- sequences
