@@ -325,13 +325,6 @@ def test_another_format_version_is_refused(tmp_path: Path) -> None:
     assert not inspect(folder).resumable
 
 
-def test_a_folder_of_other_things_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("...")
-    with pytest.raises(StoreError, match=r"no durable run wrote, such as 'thesis.tex'"):
-        simple(tmp_path).forward(np.ones(3))
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
 def test_a_run_that_did_not_begin_leaves_nothing(tmp_path: Path) -> None:
     def step(x: Any, i: int) -> Any:
         raise BrokenOff

@@ -334,17 +334,3 @@ def test_a_file_that_was_harmed_is_a_lost_checkpoint(
             heir.get(1)
     assert value(heir, 2) == 2 / 3
     heir.close()
-
-
-def test_states_of_another_run_are_not_adopted(folder: Folder) -> None:
-    folder.run = b"1" * 16
-    store = opened(folder, SMALL)
-    assert store.put(1, packed(SMALL, 1))
-    store.close()
-    folder.run = b"2" * 16
-    other = DurableStore(lambda: folder)
-    assert other.adopt(SMALL, folder, 9) == []
-    assert files(folder) == ["states-0"]  # nor removed
-    (folder.path / "states-5").mkdir()
-    assert other.adopt(SMALL, folder, 9) == []
-    (folder.path / "states-5").rmdir()

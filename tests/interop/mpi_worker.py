@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
+import signal
 import sys
 import threading
 import warnings
@@ -135,6 +137,30 @@ def fails(comm: Any, folder: Path) -> str:
     return "nothing was raised"
 
 
+def killed(comm: Any, folder: Path) -> Any:
+    """Die on rank 1 in each sweep of a durable run, once; return the gradient, forward's steps."""
+    wave, deaths = Wave(comm), [folder / f"died in {sweep}" for sweep in ("step", "adjoint_step")]
+
+    def die(death: Path, i: int) -> None:
+        if comm.Get_rank() == 1 and i == N // 2 and not death.exists():
+            death.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def step(state: Any, i: int) -> Any:
+        die(deaths[0], i)
+        return wave.step(state, i)
+
+    def adjoint_step(state: Any, adjoint: Any, i: int) -> Any:
+        die(deaths[1], i)
+        return wave.adjoint_step(state, adjoint, i)
+
+    durable = {"durable": folder.parent / "run", "durable_every_s": 0}
+    with MPIReversal(step, adjoint_step, N, memory="6 slots", costs=COSTS, **durable) as run:
+        run.forward(wave.start)
+        forward_steps = wave.steps
+        return run.reverse(wave.seed), forward_steps
+
+
 class Drop:
     """The wave as pyrevolve's users write it: operators that overwrite their arrays."""
 
@@ -234,10 +260,11 @@ def main(case: str, parent: str) -> None:
 
     comm = MPI.COMM_WORLD
     folder = Path(parent) / str(comm.Get_rank())
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)  # that of a rank that was killed
     cases: dict[str, Callable[[Any, Path], object]] = {
         "gradients": gradients,
         "fails": fails,
+        "killed": killed,
         "dropin": dropin,
         "unknown": unknown,
     }

@@ -128,6 +128,18 @@ def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_killed_rank_ends_all_and_the_same_command_resumes(tmp_path: Path) -> None:
+    for sweep in ("step", "adjoint_step"):
+        done = launch(2, HERE / "mpi_worker.py", "killed", tmp_path)
+        assert done.returncode != 0 and "signal" in (done.stdout + done.stderr).lower()
+        assert (tmp_path / f"1/died in {sweep}").exists() and not list(tmp_path.glob("*/result"))
+    parts, steps = zip(*results(2, "killed", tmp_path), strict=True)
+    assert whole(parts).tobytes() == store_all(N).tobytes()
+    assert steps == (0, 0)  # the last state was on the disk of both
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
 def test_example() -> None:
     done = launch(4, ROOT / "examples/wave_mpi.py", "--quick")
     assert done.returncode == 0, done.stderr

@@ -17,13 +17,11 @@ from fake_mpi import MPI, Aborted, Comm, Deadlock, World, run_ranks, succeed
 from mpi_wave import Wave, store_all, whole
 
 from multistage.backends import MemoryStore
-from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, BudgetError, StateError, StoreError
 from multistage.interop import mpi
 from multistage.interop.mpi import MPIReversal
 from multistage.interop.ranks import slowest
 from multistage.measurement import chain, driver, store
-from multistage.model.chain import FunctionChain
 from multistage.model.costs import Costs
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
@@ -569,20 +567,3 @@ def test_slowest_agrees_on_the_size_of_a_tape() -> None:
         Costs(1.0, 1.0, 1.0, state_bytes=10, tape_bytes=25),
     ]
     assert {slowest(costs, rank).tape_slots for rank in range(2)} == {2.5}
-
-
-def test_a_chain_object_and_faults_of_one_rank() -> None:
-    def work(comm: Comm) -> Any:
-        wave = Wave(comm)
-        chain: FunctionChain[Any, Any] = FunctionChain(wave.step, wave.adjoint_step)
-        store = FaultyStore(MemoryStore(), lose_read=range(99) if comm.rank == 1 else ())
-        with MPIReversal(
-            chain, None, N, comm=comm, memory="5 slots", costs=COSTS, tiers=store
-        ) as r:
-            r.forward(wave.start)
-            return r.reverse(wave.seed), r.report().counts.recovered_steps, r.report().counts.lost
-
-    found = succeed(run_ranks(3, work))
-    assert_exact([one[0] for one in found])
-    assert len({one[1:] for one in found}) == 1
-    assert found[0][2] > 0
