@@ -32,7 +32,7 @@ from ..backends.medium import is_full, warn_full
 from ..errors import StoreError
 from ..states.layout import Array, Layout
 from ..support.interrupts import Shield, whole
-from ..support.step_sets import StepMap, StepSet
+from ..support.step_sets import StepMap
 from ..support.waiting import Latch, Monitor
 from .folder import Folder
 from .headers import BadFile
@@ -119,13 +119,12 @@ class DurableStore(BaseStore):
         self._reader: Lane[_Read] | None = None
         self._pool: LandingPool | None = None
         self._hold = Hold(self.name)
-        self._left: list[_Batch] = []  # by a run, to be taken over
-        self._adopted = StepSet()  # those of its states that are
+        self._is_open = False
         self._next_number = 0
-        self._empty()
+        self.forget()
 
-    def _empty(self) -> None:
-        """Know of no state."""
+    def forget(self) -> None:
+        """Know of no files; the store is closed."""
         self._batches: dict[int, _Batch] = {}  # by number
         self._places = StepMap()  # step -> number of its batch * _PLACES + place in it
         self._dead: dict[int, _Batch] = {}  # without live states, by number
@@ -162,7 +161,7 @@ class DurableStore(BaseStore):
                     f"{self.buffer_bytes(layout)} bytes of buffers and two threads"
                 ) from error
             raise
-        self._left, self._adopted = [], StepSet()
+        self._is_open = True
 
     def _begin(self, layout: Layout) -> None:
         if layout.varied:
@@ -174,9 +173,8 @@ class DurableStore(BaseStore):
         self._count = count = _per_batch(self._layout)
         self.stats = StoreStats()
         self.transfers.clear()
-        self._empty()
-        for batch in self._left:
-            self._take_over(batch)
+        for batch in self._batches.values():
+            self._stored(len(batch.file.steps))
         self._changes = Monitor()  # notified when a batch is wanted, or written
         self._filling: _Batch | None = None
         self._rooms = [None] * self.queue_depth
@@ -198,13 +196,13 @@ class DurableStore(BaseStore):
     def adopt(self, layout: OrderedLayout, folder: Folder, below: int | None) -> list[int]:
         """Take over the states before `below` that a run left; return their steps, ascending.
 
-        All of them, if it is None.
+        All of them, if it is None.  The store is closed, and opens with them.
 
         Files that are not what they should be are removed; those that cannot be read stay.
         Records are read only when they are needed, and verified then.
         """
         self.forget()
-        below = _NEVER if below is None else below
+        below, steps = _NEVER if below is None else below, list[int]()
         for name in folder.names():
             kind, _, number = name.partition("-")
             if kind != self._prefix:
@@ -221,32 +219,22 @@ class DurableStore(BaseStore):
                 # Its states are recomputed.  The file stays: the next resumed run may read it,
                 # if there were no descriptors left, for example.
                 continue
-            self._left.append(_Batch(int(number), file, least=file.least, settled=True))
-            for step in file.steps:
-                if step < below:
-                    self._adopted.add(step)
-        return list(self._adopted)
+            batch = _Batch(int(number), file, least=file.least, settled=True)
+            self._batches[batch.number] = batch
+            for place, step in enumerate(file.steps):
+                if step < below and self._places.get(step) is None:
+                    self._places[step] = batch.number * _PLACES + place
+                    batch.live += 1
+                    steps.append(step)
+            self._note_death(batch)
+        return sorted(steps)
 
     def keep(self, steps: Container[int]) -> None:
         """Know only of these of the states taken over: other ranks lack the rest."""
-        for step in list(self._adopted):
-            if step not in steps:
-                self._adopted.discard(step)
-
-    def forget(self) -> None:
-        """Know of no files: the next `open` begins with none."""
-        self._left, self._adopted, self._next_number = [], StepSet(), 0
-
-    def _take_over(self, batch: _Batch) -> None:
-        """Know of what a run left, and which of its states are wanted."""
-        self._batches[batch.number] = batch
-        batch.live = 0
-        for place, step in enumerate(batch.file.steps):
-            if step in self._adopted and self._places.get(step) is None:
-                self._places[step] = batch.number * _PLACES + place
-                batch.live += 1
-        self._note_death(batch)
-        self._stored(len(batch.file.steps))
+        for batch in list(self._batches.values()):
+            for step in batch.file.steps:
+                if step not in steps:
+                    self._forget(step)
 
     def close(self) -> None:
         """Write what is queued, stop the threads.  May be called twice.
@@ -271,8 +259,10 @@ class DurableStore(BaseStore):
             if not self._lasting:
                 for batch in self._batches.values():
                     self._unlink(batch.file.name, self._folder)
-        self._empty()
+        if self._is_open:  # else what was taken over is for the next `open`
+            self.forget()
         self._writer = self._reader = self._pool = None
+        self._is_open = False
         self._hold.give_back()
 
     # ------------------------------------------------------------------ writes
@@ -402,13 +392,18 @@ class DurableStore(BaseStore):
     def drop(self, key: int) -> None:
         """Drop `key`; its file is removed when no resumed run would need it."""
         self._hold.check()
-        entry = self._places.pop(key)
+        if self._forget(key):
+            self._under_way.pop(key, None)  # a read that is not needed any more
+            self._bury()
+
+    def _forget(self, step: int) -> bool:
+        """Know of a state no more; return whether it was known."""
+        entry = self._places.pop(step)
         if entry is not None:
             batch = self._batches[entry // _PLACES]
             batch.live -= 1
             self._note_death(batch)
-            self._under_way.pop(key, None)  # a read that is not needed any more
-            self._bury()
+        return entry is not None
 
     def _lose(self, key: int) -> None:
         """Forget a state that cannot be read; warn once if its write found the disk full."""
