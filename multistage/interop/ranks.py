@@ -109,7 +109,7 @@ class Ranks:
                 f"MPI needs mpi4py ({error}); pip install 'multistage-checkpointing[mpi]'"
             ) from error
         self._comm: Communicator | None = (mpi.COMM_WORLD if comm is None else comm).Dup()
-        self._least, self._most, self._node = mpi.MIN, mpi.MAX, mpi.COMM_TYPE_SHARED
+        self._most, self._node = mpi.MAX, mpi.COMM_TYPE_SHARED
         self.rank, self.size = self._own.Get_rank(), self._own.Get_size()
         self.shared: BaseException | None = None
         self.apart = False
@@ -179,15 +179,9 @@ class Ranks:
         self.shared = error
         return error
 
-    def least(self, value: int) -> int:
-        """Return the smallest of all ranks' values."""
-        found = np.zeros(1, np.int64)
-        self._own.Allreduce(np.array([value], np.int64), found, self._least)
-        return int(found[0])
-
     def most(self, value: float) -> float:
         """Return the largest of all ranks' values."""
-        return self.most_later(value)()
+        return self.most_of([value])[0]
 
     def most_of(self, values: Sequence[float]) -> list[float]:
         """Return the largest of all ranks' values, one by one."""
@@ -485,12 +479,12 @@ class AgreedStore(WrapperStore):
             except CheckpointLost as error:
                 reason = str(error)
         ranks = self._ranks
-        first = ranks.least(ranks.size if arrays is not None else ranks.rank)
-        if arrays is not None and first == ranks.size:
+        lost = ranks.most(-1 if arrays is not None else ranks.rank)
+        if arrays is not None and lost < 0:
             return arrays
         if arrays is not None:
             self.stats.lost += 1
-            reason = f"rank {first} has lost it"
+            reason = f"rank {lost:.0f} has lost it"
         self.drop(key)
         raise CheckpointLost(reason)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-MPI = SimpleNamespace(MIN=np.minimum, MAX=np.maximum, COMM_TYPE_SHARED=1)
+MPI = SimpleNamespace(MAX=np.maximum, COMM_TYPE_SHARED=1)
 
 
 class Deadlock(AssertionError):

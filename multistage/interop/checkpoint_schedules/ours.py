@@ -59,31 +59,18 @@ Event: TypeAlias = Stored | Restart | Advance | Tape | Reverse | EndForward
 
 
 @dataclass(slots=True)
-class Checkpoint:
-    """One checkpoint from its write until it is needed no more."""
-
-    on_disk: bool = False  # its slot was filled by a read at least once
-    restarts: int = 0
-
-
-@dataclass(slots=True)
 class Survey:
     """What a run of a plan's schedule in virtual time has shown."""
 
     run: list[Event] = field(default_factory=list)
-    # In the order in which they were made.
-    checkpoints: list[Checkpoint] = field(default_factory=lambda: [Checkpoint()])
+    restarts: dict[int, int] = field(default_factory=dict)  # from each checkpoint
+    on_disk: set[int] = field(default_factory=set)  # those that a slot got from a tier
     kept: list[bool] = field(default_factory=list)  # tapes in order: does it outlive a Forward
-
-    @property
-    def restarts(self) -> bool:
-        """Whether any step is run again."""
-        return any(each.restarts for each in self.checkpoints)
 
     def events(self) -> Iterator[Event]:
         """Yield what the schedule did, without the storing of what nothing restarts from."""
         for event in (Stored(0, 0), *self.run):
-            if not isinstance(event, Stored) or self.checkpoints[event.number].restarts:
+            if not isinstance(event, Stored) or event.number in self.restarts:
                 yield event
 
 
@@ -175,14 +162,10 @@ def survey(plan: Plan) -> Survey:
             send(answer)
             for event in follower.follow(action, answer is not None):
                 seen.run.append(event)
-                match event:
-                    case Stored():
-                        seen.checkpoints.append(Checkpoint())
-                    case Restart(_, number):
-                        seen.checkpoints[number].restarts += 1
-                        seen.checkpoints[number].on_disk |= number in follower.read
-                    case _:
-                        pass
+                if isinstance(event, Restart):
+                    seen.restarts[event.number] = seen.restarts.get(event.number, 0) + 1
+                    if event.number in follower.read:
+                        seen.on_disk.add(event.number)
 
     simulate(watched(), plan.n_steps, plan.costs, plan.slots, checked=False)
     _mark_kept(seen)
@@ -386,11 +369,10 @@ def as_schedule(plan: Plan, *, replayable: bool = False) -> CheckpointSchedule:
 def _uses(seen: Survey, storage_type: object) -> bool:
     """Whether a schedule keeps anything in a storage of theirs."""
     storage = theirs().StorageType
-    on_disk = [each.on_disk for each in seen.checkpoints if each.restarts]
     if storage_type == storage.DISK:
-        return any(on_disk)
+        return bool(seen.on_disk)
     if storage_type == storage.RAM:
-        return not all(on_disk) or any(seen.kept)
+        return len(seen.on_disk) < len(seen.restarts) or any(seen.kept)
     return False
 
 
@@ -406,7 +388,7 @@ class _Writer:
     def __init__(self, seen: Survey) -> None:
         self.seen = seen
         self.their = theirs()
-        self.left = [each.restarts for each in seen.checkpoints]
+        self.left = dict(seen.restarts)
         self.forward: list[Any] | None = None  # the arguments of a Forward that may still grow
         self.ended = False
 
@@ -470,7 +452,7 @@ class _Writer:
 
     def _place(self, number: int) -> Any:
         storage = self.their.StorageType
-        return storage.DISK if self.seen.checkpoints[number].on_disk else storage.RAM
+        return storage.DISK if number in self.seen.on_disk else storage.RAM
 
     def _nowhere(self) -> Any:
         """Return the storage of a Forward that stores nothing, in either sweep."""
