@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks import all as runner
-from benchmarks import catalog, chain_theorem, claims, docs, facts, node, node_page, zoo
+from benchmarks import catalog, chain_theorem, claims, docs, facts, node, node_page
 from benchmarks.page import page
 from multistage.planners.chain.heterogeneous import plan_chain, smallest_memory
 
@@ -472,74 +472,3 @@ def test_a_node_is_measured(
     with pytest.raises(SystemExit):
         node.main(["--scratch", str(tmp_path / "nowhere")])
     assert "no such folder" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------ the zoo
-
-
-def _ran(limit: float, over_limit: float, **more: Any) -> dict[str, Any]:
-    return {"limit": limit, "differs": "", "over_limit": over_limit, "over_plain": 1.5, **more}
-
-
-ZOO: list[dict[str, Any]] = [
-    {
-        "name": "timm a",
-        "points": [
-            _ran(0.7, 0.9),
-            _ran(0.5, 0.99),
-            {"limit": 0.3, "reason": "BudgetError: no", "least": 0.4},
-        ],
-        "prepare_s": 1.5,
-        "plain_s": 0.1,
-        "checkpoint": {
-            "peak_over_plain": 0.4,
-            "over_plain": 1.3,
-            "over_checkpoint": 0.8,
-            "seconds": [],
-        },
-    },
-    {
-        "name": "cell b",
-        "points": [_ran(0.7, 1.01, differs="buffer x: 1e-7"), _ran(0.5, 0.9), _ran(0.3, 0.9)],
-        "prepare_s": 3.0,
-        "plain_s": 0.2,
-        "checkpoint": {"peak_over_plain": 0.2, "over_plain": 1.4, "refused": "refused"},
-    },
-    {"name": "timm c", "points": [], "reason": "exit status -11"},
-    {
-        "name": "timm d",
-        "points": [{"limit": k, "reason": "ArgumentError: x | y"} for k in zoo.LIMITS],
-        "prepare_s": 0.1,
-        "plain_s": 0.1,
-        "checkpoint": {"reason": "RuntimeError: z"},
-    },
-]
-
-
-def test_the_figures_of_the_zoo() -> None:
-    found = zoo.ratios(ZOO)
-    assert found["works"] == 0.5  # d is refused at every limit, c died
-    assert found["equal"] == 0.5  # of those that work
-    assert found["limit_exceeded"] == 1
-    assert found["faster_than_checkpoint"] == 0.5  # a refused limit counts against us
-    assert found["seconds_over_checkpoint"] == 0.8
-    assert found["prepare_in_time"] == 0.5  # 1.5 s is less than 2; 3.0 s is 15 steps
-    assert (found["fits_0.7"], found["fits_0.3"]) == (0.5, 0.25)
-    assert math.isnan(zoo.ratios(ZOO[2:])["equal"])
-
-
-def test_the_page_of_the_zoo(tmp_path: Path) -> None:
-    path = tmp_path / "zoo.md"
-    path.write_text("".join(f"<!-- table: {k} -->\nold\n<!-- end -->\n" for k in ZOO_TABLES))
-    zoo.page(path, ZOO, zoo.ratios(ZOO))
-    text = path.read_text()
-    assert "old" not in text
-    assert "| timm a | equal | 0.90, 0.99, refused: at least 0.40 |" in text
-    assert "| b | **differ**: buffer x: 1e-7 | 1.01, 0.90, 0.90 |" in text
-    assert "| timm c | - | exit status -11 |" in text
-    assert "| timm d | - | ArgumentError: x \\| y |" in text
-    assert set(ZOO_TABLES) == set(re.findall("table: (\\w+)", ZOO_PAGE.read_text()))
-
-
-ZOO_TABLES = ("run", "ratios", "models", "cells")
-ZOO_PAGE = ROOT / "docs" / "reference" / "zoo.md"

@@ -126,23 +126,6 @@ def test_programs_and_modules_that_ci_does_not_run(tmp_path: Path) -> None:
     assert resolved([tmp_path / "programs", *(ROOT / "tests" / name for name in SELDOM_RUN)]) == ""
 
 
-def test_programs_are_found_in_strings_and_scripts(tmp_path: Path) -> None:
-    module, script = tmp_path / "module.py", tmp_path / "script"
-    texts = [
-        "'import multistage'",
-        "'import os'",
-        "f'import multistage as {1}'",
-        "'see multistage'",
-    ]
-    texts += ['"""\n    import multistage\n    multistage.plan\n"""']
-    module.write_text("\n".join(f"x = {text}" for text in texts))
-    assert len(list(in_strings(module))) == 2
-    script.write_text(
-        "a <<E\nimport multistage\nE\nb <<'PY'\nfrom multistage import x\nPY\nc <<E\nls\nE"
-    )
-    assert len(list(in_heredocs(script))) == 2
-
-
 def test_old_names_are_found(tmp_path: Path) -> None:
     old = [
         "ms.Reversal(print, print, 3, tier='memory:')",

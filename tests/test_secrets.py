@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -193,17 +192,9 @@ def test_a_size_may_be_a_secret(name: str) -> None:
 
 
 @pytest.mark.parametrize("piece", ["a://", "a:?", "a-", "a:b", "?a=b&", "%3a%2f%2fa", "file:///"])
-def test_odd_text_is_redacted_in_proportion_to_its_length(piece: str) -> None:
-    """Seconds at 30 kB, once: four times as long took sixteen times the time."""
-
-    def taken(length: int) -> float:
-        text = (piece * length)[:length] + ":"
-        began = time.process_time()
-        redacted(text)
-        return time.process_time() - began
-
-    short = max(1e-4, min(taken(10_000) for _ in range(3)))
-    assert min(taken(160_000) for _ in range(3)) < 80 * short
+def test_odd_text_is_redacted_in_linear_time(piece: str) -> None:
+    """Seconds at 30 kB, once: work that grows as the square would not end within the timeout."""
+    assert len(redacted((piece * 1_000_000)[:1_000_000] + ":")) > 1000
 
 
 def test_text_after_the_last_at_sign_is_kept() -> None:

@@ -208,6 +208,7 @@ def test_a_lost_state_is_not_looked_for_in_a_tier_that_hangs() -> None:
 # ----------------------------------------------------------------------- in virtual time
 
 
+@pytest.mark.long(but="equal")
 @pytest.mark.parametrize("kind", ["equal", pytest.param("unequal", marks=by_table)])
 def test_a_late_tier_costs_little_beside_none(kind: str) -> None:
     problem = late_tier.Problem(kind)
@@ -230,6 +231,7 @@ def test_writes_that_go_on_take_no_more_than_their_slots(slower: float, place: f
     assert row["late"] and row["steps"] <= 1.2 * row["no_tier_steps"]
 
 
+@pytest.mark.long(but="equal")
 @pytest.mark.parametrize("kind", ["equal", pytest.param("unequal", marks=by_table)])
 def test_a_tier_that_was_left_is_used_again(kind: str) -> None:
     """Plans that leave it out do so for 1, 2, 4, ... sweeps; others see its rates."""

@@ -127,18 +127,6 @@ def test_steps_are_asked_for_in_any_descending_order(planner: str, chain: str) -
             executor.abort()
 
 
-def test_remaining_steps_are_reversed_by_reverse() -> None:
-    plan = planned("streaming", "nested")
-    operators = CHAINS["nested"][0]()
-    with swept("nested", plan) as executor:
-        for until in (0, 1, 8, N - 1):
-            executor.forward(plan.schedule(), CHAINS["nested"][1]())
-            adjoint = 1
-            for i in reversed(range(until, N)):
-                adjoint = operators.reverse(executor.reverse_until(i), adjoint, i)
-            assert executor.reverse(adjoint) == store_all("nested", N)[1]
-
-
 def test_a_step_already_reversed_is_refused_without_effect() -> None:
     plan = planned("streaming", "nested")
     operators = CHAINS["nested"][0]()

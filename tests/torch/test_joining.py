@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from replays import actions_of
 from torch import Tensor, nn
 
 import multistage as ms
@@ -22,11 +20,9 @@ import multistage.torch as mst
 from multistage.actions import Action, Advance, EndForward, Free, Load, Reverse, Save, Tape
 from multistage.errors import BudgetError
 from multistage.model.stages import Stage, StageCosts
-from multistage.torch.chains.holdings import HeldTape
 from multistage.torch.measurement.joining import ApartError, Joined, stretched
 from multistage.torch.measurement.measure import measure_stages
-from multistage.torch.measurement.saved import Caught, Saved
-from multistage.torch.measurement.traits import Count, LargerError, Sizes, Traits
+from multistage.torch.measurement.traits import LargerError, Sizes, Traits
 from multistage.torch.tensors.meter import Meter
 
 _CPU = [torch.device("cpu")]
@@ -56,15 +52,6 @@ def _one_by_one(actions: Sequence[Action], starts: Sequence[int]) -> list[tuple[
             case Save(a) | Load(a) | Free(a):
                 found.append((type(action).__name__, starts[a]))
     return found
-
-
-def test_stages_that_are_never_parted_run_as_one() -> None:
-    actions = actions_of("0>3 T3 T4 | R4 R3 L0 0>1 T1 R2 R1 L0 R0")
-    stages, traits = _stages(5)
-    joined, described, new = stretched(stages, traits, actions)
-    assert [t.name for t in described] == ["stage 0", "stage 1+stage 2", "stage 3+stage 4"]
-    assert [type(stage) for stage in joined] == [nn.Identity, Joined, Joined]
-    assert _one_by_one(new, [0, 1, 3, 5]) == _one_by_one(actions, range(6))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -106,22 +93,6 @@ def test_stages_whose_tapes_are_their_own_stay_alone(trait: str) -> None:
     assert [type(x) for x in stretched(stages, traits, actions)[0]] == [nn.Identity, Joined]
 
 
-def test_a_state_is_released_once_the_next_is_made() -> None:
-    gone = []
-
-    def second(x: Tensor) -> Tensor:
-        gone.append(reference() is None)
-        return x * 2
-
-    x = torch.ones(3)
-    reference = weakref.ref(x)
-    box = [x]
-    del x
-    joined = Joined([torch.exp, second], [None, None])
-    assert torch.equal(joined.run(box), torch.ones(3).exp() * 2)
-    assert gone == [True]
-
-
 @pytest.mark.parametrize("planned", [12, None])
 def test_values_sizes_and_devices_inside_are_compared(planned: int | None) -> None:
     joined = Joined([nn.Identity(), nn.Identity()], [Sizes(planned), None])
@@ -135,34 +106,6 @@ def test_values_sizes_and_devices_inside_are_compared(planned: int | None) -> No
         joined.run([state])  # when it runs again
     with pytest.raises(LargerError):
         joined.run([(torch.ones(4), 1)], look)
-
-
-def test_each_of_several_stages_is_counted_by_its_own_bytes() -> None:
-    joined = Joined([torch.exp, torch.exp], [Sizes(400, 8), Sizes(400, None)])
-    assert joined.sizes[0] is not None
-    count = Count(0, Sizes())
-    count.begin(joined.sizes[0])
-    with Saved(count.add):
-        joined.run([torch.ones(2, requires_grad=True)], partial(joined.look, _CPU, count))
-        count.end()
-        assert joined.sizes[1].saved_bytes == 8
-        count.begin(joined.sizes[0])
-        with pytest.raises(LargerError, match="'saves', 8, 12"):
-            joined.run([torch.ones(3, requires_grad=True)], partial(joined.look, _CPU, count))
-
-
-def test_tensors_no_gradient_needs_are_released_with_their_stage() -> None:
-    caught = Caught()
-    for size in (1, 2, 3):
-        caught.tape.append(torch.ones(size))
-        caught.versions.append(0)
-        caught.part(size, None)
-    caught.parts.pop()
-    never = weakref.ref(caught.tape[2])
-    tape = HeldTape(caught, None)
-    assert tape.take(1) is not None
-    assert never() is None
-    assert tape.take(0) is not None
 
 
 class _Block(nn.Module):

@@ -148,16 +148,6 @@ def test_strokes_are_the_simulations(planner: str, tier: Tier | None, taped: boo
     assert len([line for lines in course.tiers.values() for line in lines]) == run.writes
 
 
-def test_a_schedule_by_hand() -> None:
-    """Revolve, 3 steps, 1 slot."""
-    made = PLANNERS["revolve"](Costs(1.0, 2.0), 1, 3)
-    course, _ = course_of(made)
-    assert course.forward == [(0.0, 0, 2.0, 2), (2.0, 2, 3.0, 3), (5.0, 0, 6.0, 1)]
-    assert course.reverse == [(3.0, 3, 5.0, 2), (6.0, 2, 8.0, 1), (8.0, 1, 10.0, 0)]
-    assert course.fast == [(0.0, 0, 8.0, 0)]
-    assert (course.stalls, course.tiers, course.end_s) == ([], {}, 10.0)
-
-
 def test_a_schedule_too_long_is_an_error(tmp_path: Path) -> None:
     made = plan(Costs(1.0, 2.0), "50 slots", MOST_STEPS + 1, "revolve")
     with pytest.raises(ArgumentError, match=f"{MOST_STEPS + 1} steps is too long to draw"):

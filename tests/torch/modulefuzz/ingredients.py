@@ -19,11 +19,15 @@ import multistage.torch as mst
 D = 8  # width
 
 
-class Dense(nn.Module):
+class Linear(nn.Module):
+    """What many of them begin with."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(D, D)
 
+
+class Dense(Linear):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x))
 
@@ -257,22 +261,14 @@ class OwnNoise(nn.Module):
         return x + 0.1 * torch.randn(D, generator=self.generator)
 
 
-class LayerDrop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
+class LayerDrop(Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.training and random.random() < 0.5:
             return x
         return x + self.linear(x)
 
 
-class TorchDrop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
+class TorchDrop(Linear):
     def forward(self, x: Tensor) -> Tensor:
         if torch.rand(()) < 0.5:
             return x
@@ -297,11 +293,7 @@ class Overwrites(nn.Module):
         return x.mul_(0.5) if not (x.is_leaf and x.requires_grad) else x * 0.5
 
 
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
+class InPlace(Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         y[..., 0] = 1.0
@@ -326,30 +318,18 @@ class WeightNorm(nn.Module):
         return self.linear(x)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
+class Checkpointed(Linear):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(lambda y: self.linear(y).sin(), x, use_reentrant=False)
 
 
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
+class Reentrant(Linear):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(lambda y: self.linear(y).sin(), x, use_reentrant=True)
 
 
-class Penalised(nn.Module):
+class Penalised(Linear):
     """Differentiates inside forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -358,12 +338,8 @@ class Penalised(nn.Module):
         return x + 0.1 * slope
 
 
-class Swallows(nn.Module):
+class Swallows(Linear):
     """Goes on whatever its code raises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
         try:
@@ -372,22 +348,14 @@ class Swallows(nn.Module):
             return x
 
 
-class NoGrad(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
+class NoGrad(Linear):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             gate = torch.sigmoid(self.linear(x))
         return x * gate
 
 
-class HalfPrecise(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
+class HalfPrecise(Linear):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             y = self.linear(x)
@@ -413,12 +381,8 @@ class Custom(nn.Module):
         return Square.apply(x).clamp(max=2)
 
 
-class Optional(nn.Module):
+class Optional(Linear):
     """Takes more arguments than it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0, mode: str = "a"
@@ -447,12 +411,11 @@ class Expanded(nn.Module):
         return self.linear(x).expand(x.shape)
 
 
-class HookedOutput(nn.Module):
+class HookedOutput(Linear):
     """A forward hook changes what it returns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(D, D)
         self.linear.register_forward_hook(lambda _m, _given, y: y * 0.9)
         self.linear.register_forward_pre_hook(lambda _m, given: (given[0] + 0.1,))
 
@@ -460,12 +423,11 @@ class HookedOutput(nn.Module):
         return self.linear(x)
 
 
-class HookedGradient(nn.Module):
+class HookedGradient(Linear):
     """A hook changes the gradient of what it returns; another that of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(D, D)
         self.linear.weight.register_hook(lambda g: g * 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -475,12 +437,11 @@ class HookedGradient(nn.Module):
         return y
 
 
-class BackwardHook(nn.Module):
+class BackwardHook(Linear):
     """Counts its backward passes in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(D, D)
         self.register_buffer("backwards", torch.zeros(()))
         self.linear.register_full_backward_hook(self.note)
 
@@ -491,12 +452,11 @@ class BackwardHook(nn.Module):
         return self.linear(x)
 
 
-class PostAccumulate(nn.Module):
+class PostAccumulate(Linear):
     """Counts how often its gradient is accumulated."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(D, D)
         self.register_buffer("backwards", torch.zeros(()))
         self.linear.weight.register_post_accumulate_grad_hook(self.note)
 
@@ -539,12 +499,8 @@ class Cached(nn.Module):
         return x + self.table
 
 
-class Renormalised(nn.Module):
+class Renormalised(Linear):
     """Writes to its own parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -597,12 +553,11 @@ class RootParameter(nn.Module):
         return x + self.shift
 
 
-class Stateless(nn.Module):
+class Stateless(Linear):
     """Calls a module with other parameters than its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(D, D)
         self.delta = nn.Parameter(torch.zeros(D, D))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -815,12 +770,11 @@ class OwnGenerators(nn.Module):
         return x * (1 + 0.1 * (self.one.random() + self.two.randn() + self.three.random()))
 
 
-class Unregistered(nn.Module):
+class Unregistered(Linear):
     """Keeps a module in a list."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(D, D)
         self.hidden = [nn.BatchNorm1d(D)]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ BLOCKS = {
     if isinstance(value, type)
     and issubclass(value, nn.Module)
     and value.__module__ == ingredients.__name__
+    and value is not ingredients.Linear
 }
 WILD = tuple(name for name in BLOCKS if name not in TAME and name not in LATE)
 
@@ -326,7 +327,7 @@ def text(case: Case) -> str:
     used = dict.fromkeys(case.blocks)
     functions = {"Custom": "Square", "EnablesGrad": "RunsAgain", "ReadsTwice": "Reciprocal"}
     sources = [function for block, function in functions.items() if block in used]
-    classes = [_source(name) for name in [*sources, *used]]
+    classes = [_source(name) for name in ["Linear", *sources, *used]]
     parts = [
         _HEAD.format(seed=case.seed, front=case.front),
         *("\n" + source for source in classes),
