@@ -32,7 +32,7 @@ from .hooks import (
     refuse_hooks_on_parameters,
 )
 from .inputs import ELEMENT, Taken
-from .surroundings import refuse_changes, refuse_graph
+from .surroundings import refuse_changed, refuse_graph
 
 
 class StateVaries(StateError):
@@ -263,7 +263,7 @@ class Explorer:
         refuse_hooks_on_nodes(cell.name, copies)
         refuse_hooks_on_inputs(cell.name, [leaf for place, leaf in taken if place == ELEMENT])
         drawn = self._generators.drawn(self._random, self._generators.capture())
-        refuse_changes(cell.name, self._around, "in its first step")
+        refuse_changed(cell.name, self._around.differences(), "in its first step")
         changed = tuple(
             (m, k)
             for m, k, b, version, value in before

@@ -16,10 +16,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import StateError
 from ..environment.captured import Environment
@@ -52,11 +51,12 @@ class Surroundings:
     ) -> None:
         self._cells, self._facts, self._generators = cells, facts, generators
         self.settings = Settings.capture(device_types(involved))
-        self._environment = self._captured(())
+        self._late: list[tuple[nn.Module, str]] = []  # buffers that the first step left alone
+        self._environment = self._captured()
         self._versions = [(p, p._version) for p in facts.parameters]
         self._hooks = hooks_on(facts.parameters)
         # A buffer of several modules is one tensor, and stays one.
-        groups: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+        groups: dict[int, list[tuple[nn.Module, str]]] = {}
         for module, key in facts.buffers:
             groups.setdefault(id(module._buffers[key]), []).append((module, key))
         self._groups = list(groups.values())
@@ -64,11 +64,10 @@ class Surroundings:
         self._overlap = len(set(storages)) < len(storages)
         self._random: Sequence[State] = ()
         self.compared = True  # whether results of repeated runs are
-        self._late: list[_Late] = []
-        self._still: list[_Late] = []  # others, while first runs are looked at
 
-    def _captured(self, late: Iterable[tuple[torch.nn.Module, str]]) -> Environment:
-        changing = [*self._facts.buffers, *late]
+    def _captured(self, others: Sequence[tuple[nn.Module, str]] = ()) -> Environment:
+        """Capture what is around; beside buffers known to change, some others may."""
+        changing = [*self._facts.buffers, *self._late, *others]
         return Environment(self._cells.scope, self._cells.name, changing, keep_values=False)
 
     def turn(self) -> contextlib.AbstractContextManager[None]:
@@ -143,15 +142,14 @@ class Surroundings:
                         "draws from it meanwhile, give that thread a generator of its own)"
                     )
         when = f"at steps {first} to {last - 1}"
-        refuse_changes(self._cells.name, self._environment, when, self._written_late())
+        refuse_changed(self._cells.name, self._environment.differences(), when)
         if hooks_on(self._facts.parameters) != self._hooks:
             refuse_hooks_on_parameters(self._cells.name, when)
         return found
 
     def refuse_graphs(self, first: int, last: int) -> None:
         """Raise StateError if a buffer carries a graph on to the next chunk."""
-        late = [(each.module, each.key) for each in self._late]
-        for module, key in [*(group[0] for group in self._groups), *late]:
+        for module, key in [*(group[0] for group in self._groups), *self._late]:
             refuse_graph(self._cells.name, module, key, f"at steps {first} to {last - 1}")
 
     def refuse_statistics(self, written: Sequence[Tensor], first: int, last: int) -> None:
@@ -169,49 +167,49 @@ class Surroundings:
 
     def late_buffers(self) -> list[str]:
         """Return the names of buffers that steps changed and the first step did not."""
-        return [each.name for each in self._late]
-
-    def _others(self) -> list[_Late]:
-        """Return the buffers that are not known to change."""
-        known = {(id(m), k) for m, k in self._facts.buffers}
-        known |= {(id(each.module), each.key) for each in self._late}
         name_of = self._environment.found.name_of
-        return [
-            _Late(module, key, name_of(buffer), buffer, version_of(buffer))
-            for module, key, buffer in self._cells.scope.buffers()
-            if (id(module), key) not in known and not buffer.is_inference()
-        ]
+        return [name_of(b) for m, k in self._late if (b := m._buffers[k]) is not None]
 
-    def _written_late(self) -> list[str]:
-        """Note buffers that a chunk wrote to first, if results are compared; return all names."""
-        if self.compared and self._still:
-            moved = [each for each in self._still if each.is_written()]
-            if moved:
-                self._late += moved
-                self._still = [each for each in self._still if each not in moved]
-        return self.late_buffers()
+    def _others(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Return the buffers that are not known to change."""
+        known = {(id(module), key) for module, key in [*self._facts.buffers, *self._late]}
+        return [
+            each
+            for each in self._cells.scope.buffers()
+            if (id(each[0]), each[1]) not in known and not each[2].is_inference()
+        ]
 
     @contextlib.contextmanager
     def _finding_late(self) -> Iterator[None]:
-        """Find the buffers that a first run changes, with a new version or, by bits, without."""
-        self._still = self._others()
-        bits = [digest(each.buffer) for each in self._still]
-        before = list(zip(self._still, bits, strict=True))
+        """Find the buffers that a first run writes to, and the first step did not.
+
+        By their bits too: batch norm's kernels leave the version as it is.
+        """
+        others = self._others()
+        if not others:
+            yield
+            return
+        before = [(digest(buffer), version_of(buffer)) for _, _, buffer in others]
+        self._environment = self._captured([(module, key) for module, key, _ in others])
         yield
-        moved = [e for e, was in before if e not in self._late and digest(e.buffer) != was]
-        if moved and not self.compared:
-            raise StateError(
-                f"{self._cells.name} changes {moved[0].name} at later steps, and not in its first; "
-                "this needs results of repeated runs to be compared: leave out check='off'"
-            )
-        self._late += moved
-        self._still = []
-        if self._late:
-            self._environment = self._captured([(each.module, each.key) for each in self._late])
+        name_of, late = self._environment.found.name_of, []
+        for (module, key, buffer), was in zip(others, before, strict=True):
+            if module._buffers.get(key) is not buffer:
+                refuse_changed(self._cells.name, [name_of(buffer)], "at later steps")
+            if (digest(buffer), version_of(buffer)) != was:
+                late.append((module, key))
+                if not self.compared:
+                    raise StateError(
+                        f"{self._cells.name} changes {name_of(buffer)} at later steps, and not in "
+                        "its first; this needs results of repeated runs to be compared: leave out "
+                        "check='off'"
+                    )
+        self._late += late
+        self._environment = self._captured()
 
     @contextlib.contextmanager
-    def _late_put_back(self, each: Sequence[_Late]) -> Iterator[None]:
-        kept = [(b, b.detach().clone(), version_of(b)) for b in (late.buffer for late in each)]
+    def _buffers_put_back(self, buffers: Iterable[Tensor | None]) -> Iterator[None]:
+        kept = [(b, b.detach().clone(), version_of(b)) for b in buffers if b is not None]
         try:
             yield
         finally:
@@ -238,18 +236,20 @@ class Surroundings:
         with (
             self._environment.again(buffers=False, random=False),
             self.settled(keep=False, known=True),
-            self._late_put_back(self._late),
+            self._buffers_put_back(module._buffers[key] for module, key in self._late),
         ):
             yield
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
         """Run some steps to see what they cost; everything is put back."""
-        with self.replaying(), self._late_put_back(others := self._others()):
-            self._still = others
-            yield
-            self._still = []
-        self._environment = self._captured([(each.module, each.key) for each in self._late])
+        environment, others = self._environment, self._others()
+        with self.replaying(), self._buffers_put_back(buffer for _, _, buffer in others):
+            self._environment = self._captured([(module, key) for module, key, _ in others])
+            try:
+                yield
+            finally:
+                self._environment = environment
 
     @contextlib.contextmanager
     def settled(self, *, keep: bool, known: bool = False) -> Iterator[None]:
@@ -280,27 +280,8 @@ class Surroundings:
                         buffer.copy_(value)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Late:
-    """A buffer that the first step left alone."""
-
-    module: torch.nn.Module
-    key: str
-    name: str
-    buffer: Tensor
-    version: int
-
-    def is_written(self) -> bool:
-        """Whether it is the same tensor, and was written to."""
-        same = self.module._buffers.get(self.key) is self.buffer
-        return same and version_of(self.buffer) != self.version
-
-
-def refuse_changes(
-    name: str, environment: Environment, when: str, allowed: Sequence[str] = ()
-) -> None:
-    """Raise StateError if a cell changed what it refers to, but for what is allowed by name."""
-    found = [each for each in environment.differences() if each not in allowed]
+def refuse_changed(name: str, found: Sequence[str], when: str) -> None:
+    """Raise StateError if a cell changed something."""
     if found:
         raise StateError(
             f"{name} changes {', '.join(found[:4])} when it runs ({when}), and would once more "
@@ -310,7 +291,7 @@ def refuse_changes(
         )
 
 
-def refuse_graph(name: str, module: torch.nn.Module, key: str, when: str) -> None:
+def refuse_graph(name: str, module: nn.Module, key: str, when: str) -> None:
     """Raise StateError if a buffer carries a graph."""
     buffer = module._buffers.get(key)
     if buffer is not None and buffer.requires_grad:
