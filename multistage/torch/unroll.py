@@ -29,10 +29,10 @@ from .sequences.arguments import (
 )
 from .sequences.cells import Cells, Step
 from .sequences.inputs import Given, Inputs
-from .sequences.planning import TRAVELS_BYTES
 from .sequences.results import Outputs
 from .sequences.results import Unrolled as Unrolled
 from .sequences.running import run
+from .sequences.search import TRAVELS_BYTES
 from .sequences.survey import surveyed
 from .sequences.unroll_plan import UnrollPlanner
 

@@ -85,21 +85,21 @@ def _steady_steps(patch: pytest.MonkeyPatch) -> None:
     """Let every step of a sequence take the same seconds."""
     from multistage.torch.sequences import costs, planning, remembered, running, search
 
-    sample, measured_kind = costs._sample, costs.measured_kind
+    measured = costs.measured
 
-    def sampled(given: Any, state: Any, chunk: int, tapes: bool) -> costs.Sample:
-        found = sample(given, state, chunk, tapes)
-        return replace(found, forward_s=1e-4 * chunk + 2e-5, turn_s=3e-4 * chunk + 5e-5)
+    def steady(given: Any, *rest: Any, **options: Any) -> Any:
+        found = measured(given, *rest, **options)
+        forward_s, backward_s, overhead_s = 1e-4, 2e-4, 2e-5
+        if given.facts.equal:
+            n, overhead_s = found.chunk, 0.0
+            forward_s, backward_s = 1e-4 * n + 2e-5, 2e-4 * n + 3e-5
+        stage = replace(found.stage, forward_s=forward_s, backward_s=backward_s)
+        return replace(found, stage=stage, overhead_s=overhead_s)
 
-    def kind(*given: Any) -> Any:
-        found = measured_kind(*given)
-        stage = replace(found.stage, forward_s=1e-4, backward_s=2e-4)
-        return replace(found, stage=stage, overhead_s=2e-5)
-
-    patch.setattr(costs, "_sample", sampled)
+    patch.setattr(costs, "measured", steady)
+    patch.setattr(planning, "measured", steady)
     patch.setattr(costs, "time", Ticks(0.15))  # chunks of up to 64 steps are measured
     patch.setattr(search, "action_seconds", lambda: 1e-6)
-    patch.setattr(planning, "measured_kind", kind)
     known = remembered.Remembered()
     for module in (planning, running, search):
         patch.setattr(module, "KNOWN", known)

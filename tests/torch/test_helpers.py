@@ -18,7 +18,7 @@ from multistage.backends.testing import FaultyStore
 from multistage.model.stages import Stage
 from multistage.states.layout import Layout
 from multistage.support.waiting import Latch
-from multistage.torch.sequences.costs import KindCost, Steps
+from multistage.torch.sequences.costs import Cost, Steps
 from multistage.torch.tensors.checksums import fingerprint
 from multistage.torch.tiers.groups import Origin, TensorGroup
 from multistage.torch.tiers.lane import TierLane
@@ -54,7 +54,7 @@ def test_a_fingerprint_sees_every_bit_and_the_order_of_words(
 
 def test_sums_of_gradients_are_there_while_other_steps_of_a_chunk_are_reversed() -> None:
     step = Stage("step", 1.0, 2.0, 10, 20, gradient_bytes=0, backward_overhead_bytes=5)
-    each = [KindCost(step, 20, parameters=(k,)) for k in range(2)]
+    each = [Cost(step, 20, parameters=(k,)) for k in range(2)]
     steps = Steps(each, 10, 0, [100, 3000])
     assert [s.backward_overhead_bytes for s in steps.chained([0, 1, 2]).stages] == [5, 5]
     assert [s.backward_overhead_bytes for s in steps.chained([0, 2]).stages] == [3005]

@@ -145,7 +145,7 @@ def test_lengths_of_one_kind_share_what_was_measured(
         monkeypatch.setattr(module, name, call)
 
     counted(planning, "sample_chunks")
-    counted(planning, "measured_kind")
+    counted(planning, "measured")
     counted(running, "check_chain")
     cell = nn.GRUCell(3, 7)
 

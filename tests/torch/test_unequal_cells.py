@@ -903,7 +903,7 @@ def test_a_sequence_inside_a_cell_is_planned_once(
 
     fast = Tier.of_rates(1e12, 1e12, tapes=False)
     counted(planning, "choose", planning.choose)
-    counted(planning, "measured_kind", planning.measured_kind)
+    counted(planning, "measured", planning.measured)
     counted(search, "measured_rates", lambda store, nbytes: fast)
     inner, outer, xs = Inner(), Inner(), torch.randn(16, 5, 6)
     options: Any = {"tiers": f"file:{tmp_path}?{SMALL}", "unequal": True, "progress": False}
@@ -927,5 +927,5 @@ def test_a_sequence_inside_a_cell_is_planned_once(
     expected = torch.autograd.grad(h.sum(), [first, inputs, *outer.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert out.plan is not None and out.plan.planner != "keep"
-    assert made["choose"] == made["measured_kind"] == 2
+    assert made["choose"] == made["measured"] == 2
     assert made["measured_rates"] <= 2 * 3  # for each size of pages

@@ -46,7 +46,7 @@ class Allowance:
     @property
     def by_values(self) -> bool:
         """Whether values may decide what a step takes."""
-        return self.plan.by_values or self.inputs.has_values()
+        return self.plan.by_values or self.inputs.has_values
 
     def hold(
         self,

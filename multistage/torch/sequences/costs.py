@@ -38,8 +38,8 @@ _LOOK_BACK = 0.7  # of a full chunk: from here on it may end, where the state is
 
 
 @dataclass(frozen=True, slots=True)
-class KindCost:
-    """What a step of one kind costs.
+class Cost:
+    """What a step of one kind, or a chunk of equal steps, costs.
 
     Attributes
     ----------
@@ -51,11 +51,18 @@ class KindCost:
         stage where the step hands most of its state on.
     y_bytes, x_gradient_bytes : int
     overhead_s : float
-        Seconds of a chunk of one such step beside the step.
+        Seconds of a chunk beside its steps.
     by_values : bool
         Whether the values of tensors decide what operators take.
     parameters : tuple of int
         Those that it uses.
+    chunk : int
+        Time steps.
+    peak_bytes : int
+        Allocated at most with a graph and back, beyond the state before.
+    saved : tuple of int or None
+        Sizes of the storages its graph saves, parameters and the state not counted;
+        None if that is not known, or hooks on saved tensors are not possible.
     """
 
     stage: Stage
@@ -65,8 +72,21 @@ class KindCost:
     overhead_s: float = 0.0
     by_values: bool = False
     parameters: tuple[int, ...] = ()
+    chunk: int = 1
+    peak_bytes: int = 0
+    saved: tuple[int, ...] | None = None
 
-    def larger(self, nbytes: int) -> KindCost:
+    @property
+    def forward_s(self) -> float:
+        """Seconds forward in a chunk that keeps nothing."""
+        return self.stage.forward_s + self.overhead_s
+
+    @property
+    def turn_s(self) -> float:
+        """Seconds forward with a graph and back."""
+        return self.forward_s + self.stage.backward_s + self.overhead_s
+
+    def larger(self, nbytes: int) -> Cost:
         """Return the costs with a graph of more bytes."""
         stage = replace(self.stage, tape_bytes=self.stage.tape_bytes + nbytes)
         return replace(self, stage=stage, graph_bytes=self.graph_bytes + nbytes)
@@ -78,7 +98,7 @@ class Steps:
 
     Attributes
     ----------
-    each : sequence of KindCost
+    each : sequence of Cost
         By step.
     input_bytes, input_gradient_bytes : int
         Of state 0.
@@ -90,7 +110,7 @@ class Steps:
         Seconds of a chunk beside its steps, each time it is run or reversed.
     """
 
-    each: Sequence[KindCost]
+    each: Sequence[Cost]
     input_bytes: int
     input_gradient_bytes: int
     parameter_bytes: Sequence[int] = ()
@@ -134,7 +154,7 @@ class Steps:
         Examples
         --------
         >>> small, large = (Stage("", 1.0, 2.0, size, 100) for size in (10, 50))
-        >>> steps = Steps([KindCost(s, 100) for s in [large, large, small] * 3], 10, 10)
+        >>> steps = Steps([Cost(s, 100) for s in [large, large, small] * 3], 10, 10)
         >>> steps.cuts(3)
         [0, 3, 6, 9]
         """
@@ -197,7 +217,7 @@ _PROBE_S = 1.0
 _LONGEST_S = 0.05  # a chunk of this length hides every overhead
 # Three at least: what comes once, or twice from two steps on (gradients of parameters that are
 # added up), would be taken to come with every step.
-_LEAST = 3
+LEAST = 3
 _RUNS = 3  # timed of a step of a kind, after one that is not
 _LEAST_S = 1e-9
 # A node of autograd's, with the objects of the tensors that it saves: 870 to 1050 bytes by
@@ -207,56 +227,19 @@ _NODES_FREE = 4 << 20  # bytes of nodes that are held at once, which are not cou
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """What one chunk was seen to cost.
-
-    Attributes
-    ----------
-    chunk : int
-        Time steps.
-    forward_s : float
-        Seconds forward, keeping nothing.
-    turn_s : float
-        Seconds forward with a graph and back.
-    peak_bytes : int
-        Allocated at most during that, beyond the state before.
-    saved : tuple of int or None
-        Sizes of the storages its graph saves, parameters and the state not counted;
-        None if that is not known, or hooks on saved tensors are not possible.
-    by_values : bool
-        Whether the values of tensors decide what operators take.
-    node_bytes : int
-        Of the nodes of one time step's graph.
-    """
-
-    chunk: int
-    forward_s: float
-    turn_s: float
-    peak_bytes: int
-    saved: tuple[int, ...] | None = None
-    by_values: bool = False
-    node_bytes: int = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """The peak, and the nodes of the graph beyond those that no limit counts."""
-        return self.peak_bytes + beyond_free(self.chunk * self.node_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class Sampled:
     """What chunks of a kind of cell were seen to cost, for sequences of any length.
 
     Attributes
     ----------
-    samples : sequence of Sample
+    samples : sequence of Cost
     weight : (int, int, int)
         Of the cell that was measured.
     steps : int
         Of the sequence it was measured in.
     """
 
-    samples: Sequence[Sample]
+    samples: Sequence[Cost]
     weight: tuple[int, int, int]
     steps: int
 
@@ -274,7 +257,7 @@ class Sampled:
 
 def sample_chunks(
     given: Computation, state: Sequence[Tensor], *, chunk: int | None, most_bytes: int, tapes: bool
-) -> list[Sample]:
+) -> list[Cost]:
     """Measure chunks of 1, 2, 4, ... equal steps until they are long enough, or large.
 
     Parameters
@@ -289,59 +272,48 @@ def sample_chunks(
     tapes : bool
         Whether it matters what the graphs save.
     """
-    steps, found = given.inputs.steps, list[Sample]()
+    steps, kind, found = given.inputs.steps, given.facts.kinds[-1], list[Cost]()
     began = time.perf_counter()
     sizes = [1 << k for k in range(20)] if chunk is None else [1, min(chunk, steps)]
-    with given.around.measuring():
-        for size in sizes:
-            if size > steps or (found and size == found[-1].chunk):
-                break
-            found.append(_sample(given, state, size, tapes))
-            late = time.perf_counter() - began > _PROBE_S
-            large = 2 * found[-1].peak_bytes > most_bytes
-            slow = found[-1].forward_s > _LONGEST_S
-            if chunk is None and (slow or (len(found) >= _LEAST and (late or large))):
-                break
+    for size in sizes:
+        if size > steps or (found and size == found[-1].chunk):
+            break
+        found.append(measured(given, kind, state, (0, size), tapes=tapes))
+        late = time.perf_counter() - began > _PROBE_S
+        large = 2 * found[-1].peak_bytes > most_bytes
+        slow = found[-1].forward_s > _LONGEST_S
+        if chunk is None and (slow or (len(found) >= LEAST and (late or large))):
+            break
     return found
 
 
-def _sample(given: Computation, state: Sequence[Tensor], chunk: int, tapes: bool) -> Sample:
-    trial = _Trial(given, 0, chunk, state)
-    with given.around.settled(keep=False):
-        # The first turn is for what comes once, as workspaces of libraries; it is not measured.
-        forwards, turns = [trial.forward()], []
-        trial.turn()
-        forwards.append(trial.forward())
-        with trial.metered() as meter:
-            sums = trial.renewed_sums(meter)
-            trial.turn()
-            peak, by_values = meter.peak_bytes - sums, meter.sizes_vary
-        forwards.append(trial.forward())
-        saved = trial.saved() if tapes else None
-        for _ in range(2):
-            trial.chain.sums = [None] * len(given.facts.parameters)
-            forwards.append(trial.forward())
-            turns.append(seconds_of(trial.turn, given.device))
-    forward_s, turn_s = max(min(forwards[1:]), _LEAST_S), max(min(turns), _LEAST_S)
-    return Sample(chunk, forward_s, turn_s, peak, saved, by_values)
-
-
-def measured_kind(given: Computation, kind: StepKind, leaves: Sequence[Tensor]) -> KindCost:
-    """Run a step of one kind a few times; return what it costs.
+def measured(
+    given: Computation,
+    kind: StepKind,
+    leaves: Sequence[Tensor],
+    steps: tuple[int, int],
+    *,
+    tapes: bool = False,
+) -> Cost:
+    """Run a step of one kind, or a chunk of equal steps, a few times; return what it costs.
 
     Parameters
     ----------
     given : Computation
     kind : StepKind
     leaves : sequence of Tensor
-        Of a state before such a step.
+        Of a state before such steps.
+    steps : (int, int)
+    tapes : bool
+        Whether it matters what the graph saves.
     """
-    facts, t = given.facts, kind.first
+    facts = given.facts
     with given.around.measuring(), given.around.settled(keep=False):
-        trial = _Trial(given, t, t + 1, leaves)
+        trial = _Trial(given, steps, leaves)
         rest = sum(t.nbytes for t in trial.first.tensors[len(leaves) :])
         forward_s, alone_s, taping_s, back_s = trial.seconds()
         out, taped, forward_peak, taping_peak, back_peak, by_values = trial.bytes()
+        saved = trial.saved() if tapes else None
     overhead_s = max(0.0, forward_s - alone_s)  # of a chunk beside its step
     # With what taping takes longer than a run that keeps nothing.
     backward_s = back_s + max(0.0, taping_s - forward_s) - overhead_s
@@ -361,9 +333,18 @@ def measured_kind(given: Computation, kind: StepKind, leaves: Sequence[Tensor]) 
         tape_overhead_bytes=max(0, taping_peak - tape_bytes) + 2 * rest,
         backward_overhead_bytes=max(0, back_bytes),
     )
-    ys = sum(map(_nbytes, kind.ys))
-    xs = sum(x.nbytes for x in _wanting(given.inputs, kind.first))
-    return KindCost(stage, taped + rest, ys, xs, overhead_s, by_values, kind.parameters)
+    return Cost(
+        stage,
+        taped + rest,
+        y_bytes=sum(map(_nbytes, kind.ys)),
+        x_gradient_bytes=sum(x.nbytes for x in _wanting(given.inputs, steps[0])),
+        overhead_s=overhead_s,
+        by_values=by_values,
+        parameters=kind.parameters,
+        chunk=steps[1] - steps[0],
+        peak_bytes=max(taping_peak, back_peak),
+        saved=saved,
+    )
 
 
 class _Trial:
@@ -372,23 +353,23 @@ class _Trial:
     Parameters
     ----------
     given : Computation
-    start, stop : int
-        The steps.
+    steps : (int, int)
     leaves : sequence of Tensor
         Of a state before them.
     """
 
-    def __init__(self, given: Computation, start: int, stop: int, leaves: Sequence[Tensor]) -> None:
+    def __init__(
+        self, given: Computation, steps: tuple[int, int], leaves: Sequence[Tensor]
+    ) -> None:
         facts = given.facts
         self._given, self._leaves = given, leaves
         outputs: Literal["stack", "last"] = "stack" if facts.equal else "last"
-        part = replace(given, steps=(start, stop), outputs=outputs)
-        self.chain = ThroughTime(part, (start, stop))
+        self.chain = ThroughTime(replace(given, steps=steps, outputs=outputs), steps)
         self.chain.sums = [None] * len(facts.parameters)
         if facts.equal:
             self.chain.of_inputs = InputGradients(given.inputs)
         self.first = self.chain.first(leaves)
-        after = facts.state(stop)
+        after = facts.state(steps[1])
         self._adjoint: Gradients = tuple(
             torch.ones(size, dtype=dtype, device=place) if wanted else None
             for (size, dtype, place), wanted in zip(after.leaves, after.wants, strict=True)
@@ -404,10 +385,6 @@ class _Trial:
         seconds = seconds_of(lambda: self.chain.advance(self.first, 0, 1), self._given.device)
         self.chain.output_gradients = self._ones()
         return seconds
-
-    def turn(self) -> None:
-        """Run the steps with a graph and back, from the state alone; after `forward`."""
-        self.chain.reverse(self.first, self._adjoint, 0)
 
     def seconds(self) -> tuple[float, float, float, float]:
         """Return what the steps take, the least of several runs.
@@ -425,9 +402,7 @@ class _Trial:
         for _ in range(_RUNS + 1):
             times[0].append(self.forward())
             times[1].append(seconds_of(alone, device))
-            self._begin()
             times[2].append(seconds_of(lambda: held.append(chain.tape(first, 0)[1]), device))
-            chain.output_gradients = self._ones()
             back = seconds_of(lambda: chain.reverse(held.pop(), self._adjoint, 0), device)
             times[3].append(back)
         forward_s, alone_s, taping_s, back_s = (min(each[1:]) for each in times)
@@ -445,12 +420,11 @@ class _Trial:
         with self.metered() as meter:
             result = chain.advance(first, 0, 1)
             forward_peak = meter.peak_bytes
-            self._begin()
+            chain.collector.clear()
             out = meter.live_bytes()
             del result
             meter.reset_peak()
             held.append(chain.tape(first, 0)[1])
-            self._begin()
             taping_peak, taped = meter.peak_bytes, meter.live_bytes()
             sums = self.renewed_sums(meter)
             chain.reverse(held.pop(), self._adjoint, 0)
@@ -491,7 +465,7 @@ class _Trial:
 
         try:
             with Saved(note):
-                self.turn()
+                self.chain.reverse(self.first, self._adjoint, 0)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):  # as `torch.func` has it
                 raise
@@ -529,17 +503,6 @@ def beyond_free(nbytes: int) -> int:
     return max(0, nbytes - _NODES_FREE)
 
 
-def keep_bytes(samples: Sequence[Sample], steps: int) -> int:
-    """Return the bytes plain autograd takes for a sequence."""
-    last = samples[-1]
-    nodes = beyond_free(steps * last.node_bytes)
-    if len(samples) == 1:
-        return steps * last.peak_bytes // last.chunk + nodes
-    before = samples[-2]
-    slope = max(0.0, last.peak_bytes - before.peak_bytes) / (last.chunk - before.chunk)
-    return int(last.peak_bytes + slope * (steps - last.chunk)) + nodes
-
-
 def tier_of(store: Store, layout: TensorLayout, state: Sequence[Tensor]) -> Tier:
     """Measure a slow tier for states like one; the store is opened and closed."""
     lines, _ = layout.pack(state)
@@ -560,39 +523,3 @@ def _read_seconds(lines: Sequence[Tensor]) -> float:
         for _ in range(5)
     ]
     return min(seconds)
-
-
-def offloaded(
-    samples: Sequence[Sample], steps: int, least: int, page: Tier, page_bytes: int
-) -> tuple[float, int]:
-    """Return predicted seconds and peak bytes of a sequence whose tapes travel.
-
-    Parameters
-    ----------
-    samples : sequence of Sample
-        The seconds are by the last, the bytes by one that is measured under any limit: a
-        limit that an error names would not work if another sample decided it then.
-    steps : int
-    least : int
-        Smaller tensors stay.
-    page : Tier
-        Seconds to write and read one page.
-    page_bytes : int
-    """
-    seconds = _offloaded_seconds(samples[-1], least, page, page_bytes)
-    sample = samples[:_LEAST][-1]
-    assert sample.saved is not None
-    staying = sum(n for n in sample.saved if n < least)
-    on_the_way = 9 * max((n for n in sample.saved if n >= least), default=0)  # or fetched ahead
-    peak = int(staying * steps / sample.chunk) + on_the_way + sample.peak_bytes // sample.chunk
-    return seconds * steps / samples[-1].chunk, peak + beyond_free(steps * sample.node_bytes)
-
-
-def _offloaded_seconds(sample: Sample, least: int, page: Tier, page_bytes: int) -> float:
-    """Return predicted seconds of one chunk whose tapes travel."""
-    assert sample.saved is not None
-    pages = sum(-(-n // page_bytes) for n in sample.saved if n >= least)
-    # A third of a turn is forward, and hides the writes; the rest hides the reads.
-    forward_s, backward_s = sample.turn_s / 3, 2 * sample.turn_s / 3
-    seconds = max(forward_s, pages * page.write_s) + max(backward_s, pages * page.read_s)
-    return seconds + pages * (page.write_overhead_s + page.read_overhead_s)

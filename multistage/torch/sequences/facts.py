@@ -23,10 +23,8 @@ from .inputs import value_of
 
 Buffers: TypeAlias = tuple[tuple[nn.Module, str], ...]
 Ys: TypeAlias = list[tuple[int, list[Tensor]]]  # of steps: t, leaves of y
-# What distinguishes the tensors of a tree: structure, kinds, whether gradients are required.
-# Of what has no exact shape, the number of dimensions.
-Form: TypeAlias = tuple[int, torch.dtype, torch.device]
-XKind: TypeAlias = tuple[pytree.TreeSpec, tuple[tuple[Kind | Form, bool] | str, ...]]
+# What distinguishes the leaves of a tree: structure, kinds, whether gradients are required.
+XKind: TypeAlias = tuple[pytree.TreeSpec, tuple[tuple[Kind, bool] | str, ...]]
 _LEAF = pytree.tree_structure(0)
 
 
@@ -48,11 +46,6 @@ class StateKind:
 
     def __str__(self) -> str:
         return ", ".join(str(tuple(size)) for size, _, _ in self.leaves) or "nothing"
-
-    def form(self) -> object:
-        """Return what distinguishes states whose sizes are not known."""
-        forms = tuple((len(size), dtype, device) for size, dtype, device in self.leaves)
-        return self.spec, forms, self.wants
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +237,7 @@ def kind_of_tree(tree: object, *, exact: bool = True, values: bool = False) -> X
     leaves, spec = ([tree], _LEAF) if isinstance(tree, Tensor) else pytree.tree_flatten(tree)
     return spec, tuple(
         [
-            (kind_of(leaf) if exact else _form_of(kind_of(leaf)), leaf.requires_grad)
+            (kind_of(leaf) if exact else form_of(kind_of(leaf)), leaf.requires_grad)
             if isinstance(leaf, Tensor)
             else (value_of(leaf) if values else type(leaf).__name__)
             for leaf in leaves
@@ -252,36 +245,24 @@ def kind_of_tree(tree: object, *, exact: bool = True, values: bool = False) -> X
     )
 
 
-def _form_of(kind: Kind) -> Form:
-    return len(kind[0]), kind[1], kind[2]
+def form_of(kind: Kind) -> Kind:
+    """Return the kind of a tensor whose sizes are not known, but for how many there are."""
+    return torch.Size([0] * len(kind[0])), kind[1], kind[2]
 
 
 def _require_x(given: object, expected: XKind, t: int) -> None:
     found = kind_of_tree(given)
-    if found[0] == expected[0] and [_plain(a) for a in found[1]] == [
-        _plain(a) for a in expected[1]
-    ]:
-        return
-    raise StateError(
-        f"x_{t} is {_said_tree(found)}, and was {_said_tree(expected)} when the steps were looked "
-        "at; inputs must return the same each time"
-    )
-
-
-def _plain(leaf: tuple[Kind | Form, bool] | str) -> object:
-    return leaf if isinstance(leaf, str) else leaf[0]
+    # Whether gradients are required is another matter: x_t was looked at without a graph.
+    plain = [[x if isinstance(x, str) else x[0] for x in kind] for _, kind in (found, expected)]
+    if found[0] != expected[0] or plain[0] != plain[1]:
+        raise StateError(
+            f"x_{t} is {_said_tree(found)}, and was {_said_tree(expected)} when the steps were "
+            "looked at; inputs must return the same each time"
+        )
 
 
 def _said_tree(kind: XKind) -> str:
-    return ", ".join(map(_said_leaf, kind[1])) or "empty"
-
-
-def _said_leaf(leaf: tuple[Kind | Form, bool] | str) -> str:
-    if isinstance(leaf, str):
-        return leaf
-    size, dtype, device = leaf[0]
-    assert not isinstance(size, int)  # steps are held to exact shapes alone
-    return said((size, dtype, device))
+    return ", ".join([x if isinstance(x, str) else said(x[0]) for x in kind[1]]) or "empty"
 
 
 def _split(result: object, kind: StepKind, name: str, t: int) -> tuple[object, object]:
@@ -307,7 +288,7 @@ def _state_leaves(
     leaves = _leaves_of(state, after.spec, f"{name} returned a state", t)
     for number, (leaf, expected) in enumerate(zip(leaves, after.leaves, strict=True)):
         found = kind_of(leaf)
-        if found != expected and (exact or _form_of(found) != _form_of(expected)):
+        if found != expected and (exact or form_of(found) != form_of(expected)):
             raise StateError(
                 f"{name} returned a state at step {t} whose leaf {number} is {said(found)}; other "
                 f"steps of this kind return {said(expected)}. Shapes must follow from the cell, "

@@ -49,6 +49,8 @@ class Inputs:
     ----------
     made : bool
         Whether each call makes a new x_t.
+    has_values : bool
+        Whether some x_t held anything but tensors, such as the length of a loop.
     repeated : list of Tensor
         Given tensors that require gradients and stand at several steps, or in state 0 too:
         parameters of the cell.
@@ -75,22 +77,18 @@ class Inputs:
         )
         self.repeated: list[Tensor] = []
         self._most_bytes: int | None = None  # of x_t that each call makes
-        self._values_made = False  # whether any of those holds more than tensors
+        self.has_values = False
         self._allowed: set[int] | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[tuple[Tensor, int]] = []
         self._ever: set[int] = set()  # leaves of an element that require a gradient at some step
         self._places: dict[int, list[tuple[int, int]]] = {}  # of step t: (leaf, wanted tensor)
         self._elements: list[tuple[list[object], pytree.TreeSpec | None]] = []
-        self._values: set[tuple[str, ...]] = set()  # of elements, beside their tensors
         if isinstance(given, Tensor):
             self._versions = [] if given.is_inference() else [(given, given._version)]
             self._tensors = [given] if given.requires_grad else []
         elif isinstance(given, list | tuple) and not self.made:
             self._read(given[: self.steps])
-            for flat, _ in self._elements:
-                if len(self._values) <= MOST_VALUES:
-                    self._values.add(_values_of(flat))
 
     def _read(self, elements: Sequence[object]) -> None:
         """Note the tensors of a list, and which of them require gradients."""
@@ -101,7 +99,9 @@ class Inputs:
             )
             self._elements.append(flat)
             for k, leaf in enumerate(flat[0]):
-                if isinstance(leaf, Tensor) and not leaf.is_inference():
+                if not isinstance(leaf, Tensor):
+                    self.has_values = True
+                elif not leaf.is_inference():
                     self._versions.append((leaf, leaf._version))
                     if leaf.requires_grad:
                         wanting.setdefault(id(leaf), []).append((t, k, leaf))
@@ -158,14 +158,11 @@ class Inputs:
         Values such as the length of a loop may decide what a step costs: steps with other
         values are of other kinds, where there are few.
         """
-        count = len(self._values)
-        return count if count <= min(MOST_VALUES, self.steps // 2) else 0
-
-    def has_values(self) -> bool:
-        """Whether some x_t held anything but tensors, such as the length of a loop."""
-        if self._elements:
-            return any(not isinstance(x, Tensor) for flat, _ in self._elements for x in flat)
-        return self._values_made
+        found = {
+            tuple([value_of(x) for x in flat if not isinstance(x, Tensor)])
+            for flat, _ in self._elements
+        }
+        return len(found) if len(found) <= min(MOST_VALUES, self.steps // 2) else 0
 
     def form(self) -> object:
         """Return structure, shapes, dtypes and devices of what was given; None if it is made."""
@@ -225,7 +222,7 @@ class Inputs:
         value = self.given(t) if callable(self.given) else self.given[t]
         leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
-            self._values_made = True
+            self.has_values = True
         if self._allowed is None:
             return value
         if self._most_bytes is not None:
@@ -330,11 +327,6 @@ def _form(flat: Sequence[object], spec: object) -> object:
     return spec, tuple(
         [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in flat]
     )
-
-
-def _values_of(flat: Sequence[object]) -> tuple[str, ...]:
-    """Return the values of the leaves that are no tensors."""
-    return tuple([value_of(x) for x in flat if not isinstance(x, Tensor)])
 
 
 def value_of(leaf: object) -> str:

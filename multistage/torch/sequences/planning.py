@@ -20,14 +20,12 @@ from ..tensors.states import TensorLayout, kind_of
 from ..tiers.paging import PAGE_BYTES
 from .arguments import Settings
 from .costs import (
-    KindCost,
-    Sample,
+    Cost,
     Sampled,
     Steps,
     beyond_free,
-    measured_kind,
+    measured,
     node_bytes,
-    offloaded,
     sample_chunks,
     tier_of,
 )
@@ -37,8 +35,6 @@ from .search import Equal, Unequal, choose
 from .survey import Survey
 from .through_time import Computation
 from .unroll_plan import UnrollPlan
-
-TRAVELS_BYTES = 256 << 10  # tapes' tensors of at least this travel
 
 
 def planned(
@@ -80,13 +76,13 @@ def planned(
     if known is not None and known.holds(weight, free):
         return known
     budget = settings.memory or Budget(bytes=free)
-    costs: list[KindCost] = []
+    costs: list[Cost] = []
     steps: Steps | None = None
     fresh, by_values = False, False
     found: Equal | Unequal
     if facts.equal:
-        samples, fresh = _samples(given, leaves, kinds, budget, settings)
-        found = _equal(given, samples, layout, store, settings, leaves)
+        samples, fresh = _samples(given, leaves, kinds, budget)
+        found = _equal(given, samples, layout, store, leaves)
         by_values = any(each.by_values for each in samples)
     else:
         if settings.costs is None:
@@ -105,7 +101,7 @@ def planned(
     return KNOWN.put(key, Known(plan, weight))
 
 
-def _counted(costs: Sequence[KindCost], facts: Facts) -> tuple[tuple[Stage, int], ...]:
+def _counted(costs: Sequence[Cost], facts: Facts) -> tuple[tuple[Stage, int], ...]:
     """Return what a step of each measured kind costs, by its name, and how many there are."""
     counts = Counter(facts.steps)
     return tuple(
@@ -137,10 +133,10 @@ def _key(given: Computation, kind: StepKind, survey: Survey) -> object:
 
 
 def _samples(
-    given: Computation, leaves: Sequence[Tensor], kinds: object, budget: Budget, settings: Settings
-) -> tuple[list[Sample], bool]:
-    """Return what chunks of equal steps cost, with the nodes of their graphs; whether it is new."""
-    n, weight = given.inputs.steps, given.facts.kinds[-1].weight
+    given: Computation, leaves: Sequence[Tensor], kinds: object, budget: Budget
+) -> tuple[list[Cost], bool]:
+    """Return what chunks of equal steps cost, and whether it is new."""
+    n, weight, settings = given.inputs.steps, given.facts.kinds[-1].weight, given.settings
     known = KNOWN.get(Sampled, kinds)
     fresh = known is None or not known.serves(weight, n, settings.chunk)
     if known is None or fresh:
@@ -149,32 +145,29 @@ def _samples(
             given, leaves, chunk=settings.chunk, most_bytes=most, tapes=settings.offloads
         )
         known = KNOWN.put(kinds, Sampled(found, weight, n))
-    nodes = node_bytes(weight[0] / given.facts.looked_at, given.device)
-    return [replace(each, node_bytes=nodes) for each in known.samples if each.chunk <= n], fresh
+    return [each for each in known.samples if each.chunk <= n], fresh
 
 
 def _equal(
     given: Computation,
-    samples: Sequence[Sample],
+    samples: Sequence[Cost],
     layout: TensorLayout,
     store: Store | None,
-    settings: Settings,
     leaves: Sequence[Tensor],
 ) -> Equal:
     """Return the ways to run equal steps, its tier measured."""
-    n, device = given.inputs.steps, given.device
+    facts, settings, device = given.facts, given.settings, given.device
+    nodes = node_bytes(facts.kinds[-1].weight[0] / facts.looked_at, device)
+    found = Equal(samples, given.inputs.steps, layout.nbytes, settings, nodes)
     if store is None:
-        return Equal(samples, n, layout.nbytes, settings)
+        return found
     state = [*(t.detach() for t in leaves), *given.around.now()]
     key = settings.tiers, device, layout.nbytes
-    tier = KNOWN.got(Tier, key, lambda: tier_of(store, layout, state))
-    offload = None
+    found.tier = KNOWN.got(Tier, key, lambda: tier_of(store, layout, state))
+    found.buffer_bytes = store.buffer_bytes(layout.record)
     if settings.offloads and samples[-1].saved is not None:
-        page = _page_tier(store, device, settings)
-        if page is not None:
-            offload = offloaded(samples, n, TRAVELS_BYTES, page, PAGE_BYTES)
-    buffers = store.buffer_bytes(layout.record)
-    return Equal(samples, n, layout.nbytes, settings, tier, buffers, offload)
+        found.page = _page_tier(store, device, settings)
+    return found
 
 
 def _page_tier(store: Store, device: torch.device, settings: Settings) -> Tier | None:
@@ -197,14 +190,16 @@ def _page_tier(store: Store, device: torch.device, settings: Settings) -> Tier |
 
 def _steps_of(
     given: Computation, survey: Survey, leaves: Sequence[Tensor]
-) -> tuple[Steps, list[KindCost]]:
+) -> tuple[Steps, list[Cost]]:
     """Return what the steps of a sequence cost, measured by kind, and by kind."""
-    facts, found = given.facts, list[KindCost]()
+    facts, found = given.facts, list[Cost]()
     for kind in facts.kinds:
         key = _key(given, kind, survey)
-        cost = KNOWN.get(KindCost, key)
+        cost = KNOWN.get(Cost, key)
         if cost is None:
-            cost = KNOWN.put(key, measured_kind(given, kind, survey.state_before(kind)))
+            cost = KNOWN.put(
+                key, measured(given, kind, survey.state_before(kind), (kind.first, kind.first + 1))
+            )
         found.append(replace(cost, parameters=kind.parameters))
     nodes = sum(facts.kinds[number].weight[0] for number in facts.steps)
     taken = beyond_free(node_bytes(nodes, given.device))
@@ -237,5 +232,5 @@ def _steps_by(costs: StageCosts, facts: Facts, count: int) -> Steps:
             f"costs have {len(costs.stages)} stages, but the sequence has {count} steps; give one "
             "Stage for each time step"
         )
-    each = [KindCost(stage, stage.tape_bytes) for stage in costs.stages]
+    each = [Cost(stage, stage.tape_bytes) for stage in costs.stages]
     return Steps(each, costs.input_bytes, costs.input_gradient_bytes, graded=facts.graded)

@@ -53,7 +53,7 @@ class Remembered:
     """The one memory of `unroll`: what was found last, by class and key; for all threads.
 
     - Sampled, by kind: what chunks of equal steps cost;
-    - KindCost, by kind: what a step costs;
+    - Cost, by kind: what a step costs;
     - Known, by what tiers were given as, the kinds of steps and their order: plans;
     - Checked, by the kinds of steps, and whether steps run again;
     - Tier, by what tiers were given as, and what moves: how fast they are;

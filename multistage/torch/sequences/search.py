@@ -37,11 +37,13 @@ from ...reversing.streamed import (
     require_room,
 )
 from ...support.units import format_bytes
+from ..tiers.paging import PAGE_BYTES
 from .arguments import Settings
-from .costs import Sample, Steps, keep_bytes
+from .costs import LEAST, Cost, Steps, beyond_free
 from .remembered import KNOWN
 from .unroll_plan import UnrollPlan
 
+TRAVELS_BYTES = 256 << 10  # tapes' tensors of at least this travel
 _AS_GOOD = 1.02  # plans within this factor tie
 # How many chunks are tried; more only where these do not fit.
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192)
@@ -127,31 +129,40 @@ class Equal:
 
     Parameters
     ----------
-    samples : sequence of Sample
-        What chunks cost.
+    samples : sequence of Cost
+        Of chunks of several sizes.
     n_steps, state_bytes : int
     settings : Settings
+    node_bytes : int
+        Of the nodes of one time step's graph.
     tier : Tier or None
         As states see it.
     buffer_bytes : int
         Of the tier.
-    offload : (float, int), optional
-        Seconds and peak bytes where tapes travel.
+    page : Tier or None
+        As pages of tapes see it; None where they do not travel.
     """
 
-    samples: Sequence[Sample]
+    samples: Sequence[Cost]
     n_steps: int
     state_bytes: int
     settings: Settings
+    node_bytes: int
     tier: Tier | None = None
     buffer_bytes: int = 0
-    offload: tuple[float, int] | None = None
+    page: Tier | None = None
     _least: list[int] = field(default_factory=list)
 
     @property
     def keep_bytes(self) -> int:
         """What plain autograd takes."""
-        return keep_bytes(self.samples, self.n_steps)
+        steps, last = self.n_steps, self.samples[-1]
+        nodes = beyond_free(steps * self.node_bytes)
+        if len(self.samples) == 1:
+            return steps * last.peak_bytes // last.chunk + nodes
+        before = self.samples[-2]
+        slope = max(0.0, last.peak_bytes - before.peak_bytes) / (last.chunk - before.chunk)
+        return int(last.peak_bytes + slope * (steps - last.chunk)) + nodes
 
     @property
     def keep_s(self) -> float:
@@ -170,15 +181,16 @@ class Equal:
             For planner "offload" without a tier that tapes may travel to.
         """
         planner, chunk, found = self.settings.planner, self.settings.chunk, list[Found]()
-        if planner == "offload" and self.offload is None:
+        if planner == "offload" and self.page is None:
             raise ArgumentError(
                 "planner 'offload' needs a tier, as in tiers=['file:///scratch'], and a cell that "
                 "allows hooks on saved tensors (torch.func does not)"
             )
-        if self.offload is not None and self.settings.offloads:
-            self._least.append(self.offload[1])
-            if self.offload[1] <= memory:
-                found.append(Found(*self.offload, "offload"))
+        if self.page is not None:
+            offloaded = self._offloaded(self.page)
+            self._least.append(offloaded.peak_bytes)
+            if offloaded.peak_bytes <= memory:
+                found.append(offloaded)
         for sample in self.samples:
             if chunk is not None and sample.chunk != min(chunk, self.n_steps):
                 continue
@@ -189,13 +201,34 @@ class Equal:
                 found += self._scheduled(sample, memory, "stream", (tier,))
         return found
 
+    def _offloaded(self, page: Tier) -> Found:
+        """Return what is predicted where tapes travel.
+
+        The seconds are by the last sample, the bytes by one that is measured under any limit: a
+        limit that an error names would not work if another sample decided it then.
+        """
+        last, sample = self.samples[-1], self.samples[:LEAST][-1]
+        assert last.saved is not None and sample.saved is not None
+        pages = sum(-(-n // PAGE_BYTES) for n in last.saved if n >= TRAVELS_BYTES)
+        # A third of a turn is forward, and hides the writes; the rest hides the reads.
+        forward_s, backward_s = last.turn_s / 3, 2 * last.turn_s / 3
+        seconds = max(forward_s, pages * page.write_s) + max(backward_s, pages * page.read_s)
+        seconds += pages * (page.write_overhead_s + page.read_overhead_s)
+        staying = sum(n for n in sample.saved if n < TRAVELS_BYTES)
+        # On the way, or fetched ahead.
+        moving = 9 * max((n for n in sample.saved if n >= TRAVELS_BYTES), default=0)
+        peak = int(staying * self.n_steps / sample.chunk) + moving
+        peak += sample.peak_bytes // sample.chunk + beyond_free(self.n_steps * self.node_bytes)
+        return Found(seconds * self.n_steps / last.chunk, peak, "offload")
+
     def _scheduled(
-        self, sample: Sample, memory: int, name: str, tiers: tuple[Tier, ...]
+        self, sample: Cost, memory: int, name: str, tiers: tuple[Tier, ...]
     ) -> list[Found]:
         """Return the plan for chunks of one size, if it fits, and writes with a tier."""
         size = self.state_bytes
         # The live state and its adjoint, beside one chunk's graph.
-        fixed = sample.held_bytes + 2 * size + (self.buffer_bytes if tiers else 0)
+        fixed = sample.peak_bytes + beyond_free(sample.chunk * self.node_bytes) + 2 * size
+        fixed += self.buffer_bytes if tiers else 0
         self._least.append(fixed + size)
         slots = (memory - fixed) // size
         if slots < 1:

@@ -15,7 +15,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from ..tensors.states import Kind, kind_of
 from .arguments import Settings
 from .cells import Cells, known_parameters, state_leaves
 from .exploring import Explorer, StateVaries, put_back
-from .facts import Facts, StateKind, StepKind, XKind, kind_of_tree
+from .facts import Facts, StateKind, StepKind, XKind, form_of, kind_of_tree
 from .hooks import looking
 from .inputs import Inputs, Taken
 
@@ -40,13 +40,6 @@ _SHARE = 8  # of the limit, what states held while kinds are found may take
 FEW = 8  # steps that a fused cell is looked at on
 # Errors by which a cell refuses a state or an input of another shape.
 _MISFITS = (RuntimeError, TypeError, ValueError)
-
-
-@dataclass(slots=True)
-class _Held:
-    step: int
-    leaves: list[Tensor]
-    nbytes: int
 
 
 def surveyed(
@@ -128,11 +121,11 @@ class Survey:
         self.kinds: list[StepKind] = []
         self.states: list[StateKind] = []
         self._first = _as_found(leaves, [t.requires_grad for t in leaves])
-        self._numbers: dict[object, int] = {}
+        self._numbers: dict[StateKind, int] = {}
         self._number_of(StateKind(spec, *_kinds_of(leaves)))
         self._steps = array("L")
-        self._held: OrderedDict[int, _Held] = OrderedDict()  # by the state's number
-        self._cursor = _Held(0, self._first, 0)
+        # By the state's number: of which step, and its leaves.
+        self._held: OrderedDict[int, tuple[int, list[Tensor]]] = OrderedDict()
         self._xs: dict[int, XKind] = {}
         self._used: list[Used] = []  # by kind
 
@@ -186,16 +179,12 @@ class Survey:
 
     def state_before(self, kind: StepKind) -> list[Tensor]:
         """Return the leaves of a state that steps of a kind may be run on."""
-        held = self._held.get(kind.before)
-        if held is not None:
-            return held.leaves
-        leaves = self._walked(kind.first)
-        return _as_found(leaves, self.states[kind.before].wants)
+        return self._state(kind.before, kind.first)
 
     def close(self) -> None:
-        """Release the states it holds."""
+        """Release the states it holds; hold one at a time from now on."""
         self._held.clear()
-        self._cursor = _Held(0, self._first, 0)
+        self._room = 0
 
     def x_kind_of(self, kind: StepKind) -> XKind | None:
         """Return the kind of x_t at steps of a kind."""
@@ -223,19 +212,14 @@ class Survey:
         return found
 
     def _number_of(self, state: StateKind) -> int:
-        key: object = state if self._exact else state.form()
+        key = state if self._exact else replace(state, leaves=tuple(map(form_of, state.leaves)))
         number = self._numbers.setdefault(key, len(self.states))
         if number == len(self.states):
             self.states.append(state)
         return number
 
     def _explored(self, t: int, cell_number: int, before: int, x: XKind | None) -> None:
-        kind, held = self.states[before], self._held.get(before)
-        leaves = self._first if t == 0 else None
-        if leaves is None and held is not None:
-            leaves = held.leaves
-        if leaves is None:
-            leaves = _as_found(self._walked(t), kind.wants)
+        kind, leaves = self.states[before], self._state(before, t)
         try:
             explorer = self._explorer(t, cell_number, kind, leaves)
             looked, graded = explorer.look(), explorer.graded()
@@ -344,31 +328,36 @@ class Survey:
 
     # ------------------------------------------------------------------ states
 
+    def _state(self, number: int, t: int) -> list[Tensor]:
+        """Return the leaves of state t, or of another one of its kind."""
+        if t == 0:
+            return self._first
+        if number not in self._held:
+            self._hold(number, t, _as_found(self._walked(t), self.states[number].wants))
+        return self._held[number][1]
+
     def _hold(self, number: int, step: int, leaves: list[Tensor]) -> None:
         """Hold a state of a kind; let the oldest go, but for the latest, where there is no room."""
-        nbytes = sum(t.untyped_storage().nbytes() for t in leaves)
-        self._held[number] = _Held(step, leaves, nbytes)
-        self._held.move_to_end(number)
-        while len(self._held) > 1 and sum(h.nbytes for h in self._held.values()) > self._room:
-            self._held.popitem(last=False)
+        held = self._held
+        held[number] = step, leaves
+        held.move_to_end(number)
+        sizes = {
+            k: sum(t.untyped_storage().nbytes() for t in each) for k, (_, each) in held.items()
+        }
+        while len(held) > 1 and sum(sizes[k] for k in held) > self._room:
+            held.popitem(last=False)
 
     def _walked(self, t: int) -> list[Tensor]:
-        """Return state t, by running the steps that lead to it."""
-        if self._cursor.step > t:
-            self._cursor = _Held(0, self._first, 0)
-        step, leaves = self._cursor.step, [leaf.detach() for leaf in self._cursor.leaves]
+        """Return state t, by running the steps that lead to it from the last one before."""
+        before = [each for each in self._held.values() if each[0] <= t]
+        step, leaves = max(before, key=lambda each: each[0], default=(0, self._first))
+        kind = self.states[self.kinds[self._steps[step - 1]].after if step else 0]
         with self._untouched(), torch.no_grad():
-            kind = self.states[0] if step == 0 else self.states[self._kind(step - 1).after]
-            state = pytree.tree_unflatten(leaves, kind.spec)
+            state = pytree.tree_unflatten([leaf.detach() for leaf in leaves], kind.spec)
             for i in range(step, t):
                 result: Any = self.cells.at(i).call(state, self.inputs.at(i))
-                state = result[0] if self._kind(i).returns_y else result
-            leaves = pytree.tree_leaves(state)
-        self._cursor = _Held(t, leaves, 0)
-        return leaves
-
-    def _kind(self, t: int) -> StepKind:
-        return self.kinds[self._steps[t]]
+                state = result[0] if self.kinds[self._steps[i]].returns_y else result
+        return pytree.tree_leaves(state)
 
     def _untouched(self) -> AbstractContextManager[None]:
         """Run steps as things are now; put everything back."""

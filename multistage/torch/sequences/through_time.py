@@ -124,14 +124,30 @@ class Chunk:
 
 
 class Graph:
-    """The tape of a chunk: its graph, which goes when the chunk is reversed."""
+    """The tape of a chunk: its graph, which goes when the chunk is reversed.
 
-    __slots__ = ("chosen", "entry", "held")
+    Attributes
+    ----------
+    held : list
+        Its nodes, then the chunk: a list lets its last item go first.
+    walked : Walked or None
+        Whose nodes those are; None of a chunk that is reversed as soon as it has run.
+    unknown : list of Tensor
+        Leaves that are neither its own nor parameters.
+    chosen : list of int
+        The parameters that the graph uses.
+    entry : Sums
+        Of those, made after the graph: by its thread, wherever backward is called from.
+    """
 
-    def __init__(self, again: Chunk, walked: Walked, chosen: Sequence[int], entry: Sums) -> None:
-        # The entry is made now: by the thread of the graph, wherever backward is called from.
-        self.chosen, self.entry = chosen, entry
-        self.held: list[Any] = [walked.sort(), again]  # the graph first, then its nodes
+    __slots__ = ("chosen", "entry", "held", "unknown", "walked")
+    chosen: list[int]
+    entry: Sums
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.held: list[Any] = [chunk]
+        self.walked: Walked | None = None
+        self.unknown: list[Tensor] = []
 
 
 class ThroughTime:
@@ -393,93 +409,66 @@ class ThroughTime:
     def _taped(self, state: TensorState, step: int) -> tuple[TensorState, object]:
         with torch.enable_grad():
             chunk = self._run(state, step, graph=True, taped=True)
-            graph = self._graph(chunk, step)
+            graph = Graph(chunk)
+            roots = [t for t in chunk.leaves if t.requires_grad]
+            roots += [y for _, of_step in chunk.ys for y in of_step if y.requires_grad]
+            graph.held.insert(0, self._walk(graph, chunk, step, roots).sort())
+            del roots
         rest = self._rest(chunk, step)
         return TensorState([*(t.detach() for t in chunk.leaves), *rest]), graph
 
-    def _graph(self, again: Chunk, k: int) -> Graph:
-        parameters, walked = self.facts.parameters, Walked()
-        own = {id(t) for t in [*again.given, *(x for _, x in again.xs)]}
-        roots = [t for t in again.leaves if t.requires_grad]
-        roots += [y for _, of_step in again.ys for y in of_step if y.requires_grad]
-        for _ in leaves_below(roots, own, parameters, again.begun, self.cells.name, walked):
-            pass  # refused when the chunk is reversed, if anybody else holds them
-        if again.repeated:
+    def _walk(self, graph: Graph, chunk: Chunk, k: int, roots: Sequence[Tensor]) -> Walked:
+        """Look at the graph of a chunk, below some of its results."""
+        parameters = self.facts.parameters
+        own = {id(t) for t in [*chunk.given, *(x for _, x in chunk.xs)]}
+        graph.walked = walked = Walked()
+        graph.unknown += leaves_below(roots, own, parameters, chunk.begun, self.cells.name, walked)
+        if chunk.repeated:
             self.around.refuse_statistics(statistics_in(walked.found), *self._steps(k))
-        if self.allowance is not None:
-            self.allowance.hold(self._steps(k), len(walked.found), roots, again.begun)
-        chosen = [i for i, p in enumerate(parameters) if uses(walked.used, p)]
-        return Graph(again, walked, chosen, Sums([parameters[i] for i in chosen]))
+        if self.allowance is not None and not graph.unknown:
+            self.allowance.hold(self._steps(k), len(walked.found), roots, chunk.begun)
+        graph.chosen = [i for i, p in enumerate(parameters) if uses(walked.used, p)]
+        graph.entry = Sums([parameters[i] for i in graph.chosen])
+        return walked
 
     def reverse(self, tape: object, adjoint: Gradients, step: int) -> Gradients:
         """Return the gradients of the state before a chunk, from its graph or from that state."""
         with torch.enable_grad():
             if isinstance(tape, TensorState):
-                return self._back([self._run(tape, step, graph=True, taped=True)], adjoint, step)
+                tape = Graph(self._run(tape, step, graph=True, taped=True))
             assert isinstance(tape, Graph)
-            found = self._back(tape.held, adjoint, step, tape.chosen, tape.entry)
+            found = self._back(tape, adjoint, step)
         if self.allowance is not None:
             self.allowance.release(self.cuts[step])
         return found
 
-    def _back(
-        self,
-        held: list[Any],
-        adjoint: Gradients,
-        k: int,
-        chosen: Sequence[int] | None = None,
-        entry: Sums | None = None,
-    ) -> Gradients:
-        """Return the gradients of the state before a chunk whose graph is there.
-
-        Parameters
-        ----------
-        held : list whose last item is the Chunk
-            It is taken out: nobody else may hold the graph.
-        adjoint : tuple of Tensor or None
-        k : int
-        chosen : sequence of int, optional
-            The parameters that the graph uses; by default it may use all.
-        entry : Sums, optional
-            Of those parameters; by default it is made now.
-        """
-        facts = self.facts
-        again = held.pop()
-        given, xs, watch = again.given, again.xs, again.watch
+    def _back(self, graph: Graph, adjoint: Gradients, k: int) -> Gradients:
+        """Return the gradients of the state before a chunk; its graph goes."""
+        again = graph.held.pop()  # nothing else may hold it
+        given, xs, watch, sums = again.given, again.xs, again.watch, self.sums
         self._hand_hooks_down(k, again)
         roots: list[tuple[Tensor, Tensor | None]]
         roots = list(zip(again.leaves, adjoint, strict=True)) + self._of_outputs(k, again)
         roots = [(t, g) for t, g in roots if g is not None and t.requires_grad]
         if not roots:
             return (None,) * len(given)
-        unknown: list[Tensor] = []
-        own = {id(t) for t in [*given, *(x for _, x in xs)]}
-        below = [t for t, _ in roots]
-        walked = Walked()
-        unknown += leaves_below(below, own, facts.parameters, again.begun, self.cells.name, walked)
-        if again.repeated and chosen is None:  # else other chunks have run since, on other buffers
-            self.around.refuse_statistics(statistics_in(walked.found), *self._steps(k))
-        if chosen is None and self.allowance is not None and not unknown:
-            self.allowance.hold(self._steps(k), len(walked.found), below, again.begun)
-            self.allowance.release(self._steps(k)[0])  # the only one
-        del below
+        walked = graph.walked or self._walk(graph, again, k, [t for t, _ in roots])
         wanted = [t for i, t in enumerate(given) if t.requires_grad and self._is_own(k, i)]
-        chosen = range(len(facts.parameters)) if chosen is None else chosen
-        of_sums = tuple([facts.parameters[i] for i in chosen])
-        if any(self.sums[i] is not None for i in chosen):
-            entry = Sums(of_sums) if entry is None else entry
-            sums = [self.sums[i] for i in chosen]
+        chosen = graph.chosen
+        if any(sums[i] is not None for i in chosen):
+            so_far = [sums[i] for i in chosen]
             for i in chosen:
-                self.sums[i] = None
-            roots += entry.roots(sums)
-        targets = [*wanted, *(x for _, x in xs), *of_sums]
-        with without_hooks(facts.parameters):
+                sums[i] = None
+            roots += graph.entry.roots(so_far)
+        parameters = self.facts.parameters
+        targets = [*wanted, *(x for _, x in xs), *(parameters[i] for i in chosen)]
+        with without_hooks(parameters):
             found = gradients_of(self.cells.name, roots, targets)
         for (place, _), gradient in zip(xs, found[len(wanted) :], strict=False):
             if gradient is not None and self.of_inputs is not None:
                 self.of_inputs.put(place, gradient)
         for i, total in zip(chosen, found[len(wanted) + len(xs) :], strict=True):
-            self.sums[i] = total
+            sums[i] = total
         of_state = iter(found[: len(wanted)])
         result = tuple(
             next(of_state) if t.requires_grad and self._is_own(k, i) else None
@@ -487,8 +476,8 @@ class ThroughTime:
         )
         del again, given, xs, roots, wanted, targets
         walked.release()
-        if unknown:
-            self._refuse_unknown(k, unknown)
+        if graph.unknown:
+            self._refuse_unknown(k, graph.unknown)
         if watch is not None:
             watch.refuse_written(self.cells.name, self._steps(k))
         return result

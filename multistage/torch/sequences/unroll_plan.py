@@ -83,17 +83,10 @@ class UnrollPlan:
         )
 
     def __str__(self) -> str:
-        rows = [
-            {
-                "": ">" if (name, chunk) == (self.planner, self.chunk) else "",
-                "planner": name,
-                "chunk": chunk,
-                "predicted": format_seconds(seconds),
-                "peak": format_bytes(peak),
-            }
-            for name, chunk, seconds, peak in self.alternatives
-        ]
-        lines = [self.summary(), "", tabulate(rows, headers="keys", stralign="right")]
+        table = self._table()
+        rows = [(">" if i == table.marked else "", *row) for i, row in enumerate(table.rows)]
+        shown = tabulate(rows, headers=("", *table.headers), stralign="right")
+        lines = [self.summary(), "", shown]
         if self.keep_bytes > self.memory_bytes:
             lines += ["", "Not kept: plain autograd does not fit the limit."]
         if self.kinds:
