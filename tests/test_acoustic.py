@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.acoustic import Acoustic2D, build, layered, taylor_test
-from multistage import Blocks, Costs, Reversal, Tier
 
 STEPS = 70
-COSTS = Costs(1e-4, 2e-4, tiers=(Tier("file", 2.5e-4, 2.5e-4),))
 
 
 def small(dtype: Any = np.float64, steps: int = STEPS) -> Acoustic2D:
@@ -78,18 +75,3 @@ def test_the_gradient_has_a_remainder_of_order_two() -> None:
         assert second[-3:] == pytest.approx([4, 4, 4], rel=0.05)
         wrong = taylor_test(model, 1.01 * gradient, direction, misfit, 6)
         assert wrong[-2][2] / wrong[-1][2] < 3.5  # a gradient 1 % off is seen
-
-
-@pytest.mark.parametrize("taped", [False, True])
-def test_blocks_and_measured_costs(taped: bool, tmp_path: Path) -> None:
-    model = small()
-    _, expected = store_all(model)
-    blocks = Blocks(model.chain(taped), 8, STEPS)
-    with Reversal(
-        blocks, n_steps=blocks.n_blocks, memory="4 slots", tiers=f"file:{tmp_path}"
-    ) as run:
-        run.forward(model.start())
-        adjoint = run.reverse(model.start_adjoint())
-        field = 41 * 53 * 8
-        assert run.costs.tape_bytes == (8 * field if taped else 0)
-    assert all(np.array_equal(a, b) for a, b in zip(adjoint, expected, strict=True))

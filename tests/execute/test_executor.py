@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from multistage.actions import (
     Schedule,
     Tape,
 )
-from multistage.backends import FileStore, MemoryStore, Store
+from multistage.backends import MemoryStore, Store
 from multistage.backends.testing import FaultyStore
 from multistage.errors import (
     BudgetError,
@@ -53,12 +52,6 @@ N = 31
 SYNCHRONOUS = ("h-revolve", "disk-revolve", "periodic-disk", "stumm-walther")
 STREAMED = ("streaming", "interval", "online", *SYNCHRONOUS)
 TIERED = (*STREAMED, "periodic", "recursive", "mixed")
-STORES: dict[str, Callable[[Path], Store]] = {
-    "memory": lambda folder: MemoryStore(),
-    "file": lambda folder: FileStore(folder),
-    "direct": lambda folder: FileStore(folder, "direct"),
-    "aiofiles": lambda folder: FileStore(folder, "aiofiles", buffer_bytes=0),
-}
 answer = cache(store_all)
 
 
@@ -107,34 +100,6 @@ def judged(plan: Plan, n: int | None = N) -> Callable[[], Rules]:
 
 
 # ------------------------------------------------------------- equal to store-all
-
-
-@pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_without_a_tier(planner: str, chain: str) -> None:
-    plan = planned(planner, chain, tier=False)
-    executor = Executor(CHAINS[chain][0](), (), tape_slots=plan.costs.tape_slots)
-    for _ in range(2):
-        run_once(executor, plan, chain)
-
-
-@pytest.mark.long(but=("memory-streaming-*", "*-nested", "*-in-place"))
-@pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("planner", PLANNERS)
-@pytest.mark.parametrize("store", STORES)
-def test_with_a_tier(store: str, planner: str, chain: str, tmp_path: Path) -> None:
-    plan = planned(planner, chain)
-    with opened(STORES[store](tmp_path), chain) as tier:
-        executor = Executor(
-            CHAINS[chain][0](),
-            (tier,),
-            tape_slots=plan.costs.tape_slots,
-            rules=judged(plan),
-        )
-        for _ in range(3):
-            run_once(executor, plan, chain)
-            assert executor.counts.reverse_steps == N
-            assert executor.counts.lost == 0
 
 
 def test_states_do_travel() -> None:
@@ -320,60 +285,6 @@ class Boom(Exception):
     """Raised by an operator."""
 
 
-class Bomb:
-    """A chain that raises at one call, and keeps every array it has made."""
-
-    def __init__(self, at: int, error: type[BaseException] = Boom) -> None:
-        self.at, self.error, self.calls = at, error, 0
-        self.made: list[Any] = []
-
-    def tick(self) -> None:
-        self.calls += 1
-        if self.calls == self.at:
-            raise self.error("bang")
-
-    def step(self, x: Any, i: int) -> Any:
-        self.tick()
-        self.made.append(np.cos(x) + i)
-        return self.made[-1]
-
-    def adjoint_step(self, x: Any, a: Any, i: int) -> Any:
-        self.tick()
-        return -np.sin(x) * a
-
-    def chain(self) -> FunctionChain[Any, Any]:
-        return FunctionChain(self.step, self.adjoint_step)
-
-
-@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
-@pytest.mark.parametrize("planner", ["revolve", "streaming", "interval"])
-def test_an_operator_raises_at_every_call(planner: str, error: type[BaseException]) -> None:
-    n = 13
-    plan = planned(planner, n=n, slots=3)
-    start = np.linspace(0, 1, 7).copy()  # its own memory: marked read-only, not copied
-    store = MemoryStore()
-    store.open(Layout.of(start))
-    clean = Bomb(0)
-    executor = Executor(clean.chain(), (store,))
-    last = executor.forward(plan.schedule(), start)
-    adjoint = executor.reverse(np.ones(7))
-    for at in range(1, clean.calls + 1):
-        bomb = Bomb(at, error)
-        executor = Executor(bomb.chain(), (store,))
-        with pytest.raises(error, match="bang"):
-            executor.forward(plan.schedule(), start)
-            executor.reverse(np.ones(7))
-        assert start.flags.writeable
-        assert all(array.flags.writeable for array in bomb.made)
-        assert not any(map(store.wait_written, range(plan.n_steps)))  # all are dropped
-        with pytest.raises(MultistageError, match="needs a forward"):
-            executor.reverse(np.ones(7))
-        assert np.array_equal(executor.forward(plan.schedule(), start), last)
-        assert np.array_equal(executor.reverse(np.ones(7)), adjoint)
-        assert all(array.flags.writeable for array in bomb.made)
-    store.close()
-
-
 def test_a_step_that_overwrites_its_input() -> None:
     def step(x: Any, i: int) -> Any:
         x += 1
@@ -497,12 +408,15 @@ ILLEGAL_TOO: dict[str, list[Action]] = {
 }
 
 
+SINES = FunctionChain(lambda x, i: np.cos(x) + i, lambda x, a, i: -np.sin(x) * a)
+
+
 def _perform(actions: list[Action], rules: Callable[[], Rules] | None) -> None:
     store = MemoryStore()
     start = np.zeros(3)
     store.open(Layout.of(start))
     try:
-        executor: Executor[Any, Any] = Executor(Bomb(0).chain(), (store,), rules=rules)
+        executor: Executor[Any, Any] = Executor(SINES, (store,), rules=rules)
         executor.forward(actions, start)
         executor.reverse(start)
     finally:

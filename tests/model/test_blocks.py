@@ -15,7 +15,6 @@ from multistage.model.blocks import Blocks
 from multistage.model.chain import FunctionChain, InPlaceChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
-from multistage.planners import PLANNERS
 from multistage.reversal import Reversal
 
 SINGLE = [name for name in CHAINS if not name.startswith("blocks")]
@@ -55,23 +54,6 @@ def test_blocks_equal_single_steps(
             last = raw(run.forward(start))
             assert (last, run.reverse(1)) == store_all(chain, n)
             assert all(array.flags.writeable for array in optree.tree_leaves(start))
-
-
-@pytest.mark.parametrize("chain", ["nested", "in-place", "in-place-tape"])
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_every_planner(planner: str, chain: str) -> None:
-    blocks = Blocks(CHAINS[chain][0](), 3, 44)
-    with Reversal(
-        blocks,
-        n_steps=blocks.n_blocks,
-        memory="15 slots",
-        tiers="memory:",
-        planner=planner,
-        costs=costs_of(chain),
-        checked=True,
-    ) as run:
-        last = raw(run.forward(CHAINS[chain][1]()))
-        assert (last, run.reverse(1)) == store_all(chain, 44)
 
 
 def test_an_unknown_number_of_full_blocks() -> None:

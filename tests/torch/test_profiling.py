@@ -141,12 +141,6 @@ def test_the_meter_counts_parts_of_sparse_tensors(layout: torch.layout, held: in
         assert meter.live_bytes() == 0
 
 
-def test_lazy_layers_are_refused() -> None:
-    layers = [nn.Linear(8, 8), nn.LazyLinear(8)]
-    with pytest.raises(ArgumentError, match="run the plain model once"):
-        mst.Sequential(layers, torch.randn(4, 8))
-
-
 def test_stages_that_differentiate_keep_to_the_limit() -> None:
     layers = [f() for _ in range(6) for f in (Force, nn.Tanh)]
     x = torch.randn(64, D)

@@ -125,7 +125,7 @@ def test_training_is_plain_training(memory: float, planner: Any, wants: bool) ->
 
 
 @given(st.lists(st.sampled_from(sorted(KINDS)), min_size=3, max_size=9), st.floats(0.0, 1.0))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_random_chains(kinds: list[str], share: float) -> None:
     x = torch.randn(128, WIDTH)
     model = a_chain("linear", *kinds, "linear")
