@@ -225,7 +225,7 @@ def run_table(facts: RunFacts, costs: Costs) -> bytes:
 
 
 def parse_run(header: Header) -> tuple[RunFacts, Costs | None]:
-    """Return what a run's header says, and its costs if they are believable.
+    """Return what a run's header says, and its costs if they are those of one tier.
 
     Raises
     ------
@@ -251,41 +251,11 @@ def parse_run(header: Header) -> tuple[RunFacts, Costs | None]:
         costs = data["costs"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise BadFile(f"its description of the run cannot be read: {error}") from None
-    return facts, _believable(costs)
-
-
-def _believable(text: object) -> Costs | None:
-    """Return costs to plan with, None if they are not such as are measured.
-
-    They decide how long a plan is searched for, nothing else: what a planner
-    makes of a step of 10^-300 s is not worth finding out.
-    """
-    try:
-        costs = Costs.from_json(text) if isinstance(text, str) else None
-    except (ArgumentError, RecursionError):
-        return None
-    if costs is None or len(costs.tiers) != 1:
-        return None
-    tier = costs.tiers[0]
-    times = (
-        costs.reverse_step_s,
-        costs.tape_step_s or 0.0,
-        costs.action_s,
-        tier.write_s,
-        tier.read_s,
-        tier.write_overhead_s,
-        tier.read_overhead_s,
-    )
-    usual = (
-        1e-9 <= costs.forward_step_s <= 1e7
-        and all(isinstance(t, (int, float)) and 0 <= t <= 1e7 for t in times)
-        and isinstance(tier.name, str)
-        and type(tier.queue_depth) is int
-        and 1 <= tier.queue_depth <= 64
-        and tier.capacity_states is None
-        and all(type(n) is int and n < 2**62 for n in (costs.state_bytes, costs.tape_bytes))
-    )
-    return costs if usual else None
+    try:  # they decide how a resumed run is planned, nothing else
+        known = Costs.from_json(costs)
+    except ArgumentError:
+        return facts, None
+    return facts, known if len(known.tiers) == 1 else None
 
 
 def lock_of(run: bytes) -> bytes:

@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from ..support.units import format_bytes, format_seconds
 from .folder import LEFTOVERS, LOCK, RUN, Folder
-from .headers import BadFile, plain
+from .headers import BadFile, RunFacts, plain
 from .journal import RANK_NAME, Journal
 
 # Of a label or the name of a leaf so much is shown.
@@ -32,20 +32,16 @@ class Status:
         Why, or why not, and what happens then.
     in_use : str
         The process that uses it now; empty if there is none.
-    begun : bool
-        Whether there is a run whose header can be used.
+    facts : RunFacts or None
+        Of the run; None if there is none whose header can be used.
     n_steps : int or None
         Steps of the run; None without one, or while `until` has not found the end.
-    label, package : str
-    leaves : tuple of (path, shape, dtype), as text
-    record_bytes : int
-        Bytes of one state on the disk.
     forward_step : int
         The newest state on the disk; n_steps when the forward sweep is over.
     adjoint_step : int or None
         Steps from here on are reversed; None before the first adjoint is there.
-    states, states_bytes : int
-        Checkpoints, and what their files take.
+    states : int
+        Checkpoints.
     adjoints : int
         Adjoints that pass their checksum.
     leftovers, strangers : int
@@ -60,21 +56,21 @@ class Status:
     resumable: bool
     reason: str
     in_use: str = ""
-    begun: bool = False
+    facts: RunFacts | None = None
     n_steps: int | None = None
-    label: str = ""
-    package: str = ""
-    leaves: tuple[tuple[str, str, str], ...] = ()
-    record_bytes: int = 0
     forward_step: int = 0
     adjoint_step: int | None = None
     states: int = 0
-    states_bytes: int = 0
     adjoints: int = 0
     leftovers: int = 0
     strangers: int = 0
     nbytes: int = 0
     changed_s: float = 0.0
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a run whose header can be used."""
+        return self.facts is not None
 
     @property
     def complete(self) -> bool:
@@ -83,10 +79,11 @@ class Status:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the table's rows: what, value."""
-        n = self.n_steps
-        rows = []
-        if self.begun:
-            label = plain(self.label, _SHOWN) or "-"
+        n, facts, rows = self.n_steps, self.facts, list[tuple[str, str]]()
+        if facts is not None:
+            label = plain(facts.label, _SHOWN) or "-"
+            size = format_bytes(facts.record_bytes)
+            held = format_bytes(self.states * facts.record_bytes)
             forward, reverse = f"state {self.forward_step}, the last is not known yet", "-"
             if n is not None:
                 forward = f"state {self.forward_step} of {n} ({_share(self.forward_step, n)})"
@@ -95,14 +92,11 @@ class Status:
                 reverse = f"adjoint at step {self.adjoint_step} ({_share(done, n)})"
             rows += [
                 ("label", label),
-                ("written by", f"multistage {plain(self.package, _SHOWN)}"),
-                (
-                    "state",
-                    f"{plain(_leaves(self.leaves), _SHOWN)}, {format_bytes(self.record_bytes)}",
-                ),
+                ("written by", f"multistage {plain(facts.package, _SHOWN)}"),
+                ("state", f"{plain(_leaves(facts.leaves), _SHOWN)}, {size}"),
                 ("forward", forward),
                 ("reverse", reverse),
-                ("checkpoints", f"{self.states} in {format_bytes(self.states_bytes)}"),
+                ("checkpoints", f"{self.states} in {held}"),
                 ("adjoints", f"{self.adjoints}"),
             ]
         rows.append(("all files", format_bytes(self.nbytes)))
@@ -177,9 +171,8 @@ def _inspect(folder: Folder) -> Status:
 
 
 def _progress(folder: Folder, base: Status, journal: Journal) -> Status:
-    facts, n, ended = journal.facts, journal.n_steps, journal.last is not None
+    n, ended = journal.n_steps, journal.last is not None
     found = [step for each in journal.states(folder) for step in each.steps]
-    states = len(found)
     forward = max((step for step in found if n is None or step < n), default=0)
     adjoint = journal.adjoints[0].least if journal.adjoints else None
     if folder.strangers():
@@ -198,16 +191,11 @@ def _progress(folder: Folder, base: Status, journal: Journal) -> Status:
         base,
         reason=reason,
         resumable=resumable,
-        begun=True,
+        facts=journal.facts,
         n_steps=n,
-        label=facts.label,
-        package=facts.package,
-        leaves=facts.leaves,
-        record_bytes=facts.record_bytes,
         forward_step=n if ended and n is not None else forward,
         adjoint_step=adjoint,
-        states=states,
-        states_bytes=states * facts.record_bytes,
+        states=len(found),
         adjoints=len(journal.adjoints),
     )
 

@@ -175,7 +175,7 @@ def test_whatever_a_file_holds_it_is_read_or_refused(data: bytes) -> None:
         assert isinstance(facts.label, str)
         is_same = replace(facts, package=FACTS.package) == FACTS
         assert facts.difference(FACTS) is None if is_same else facts.difference(FACTS)
-        assert costs is None or costs.tiers[0].write_s <= 1e7
+        assert costs is None or len(costs.tiers) == 1
 
 
 NAMED = st.sampled_from(["run", "last", "states-0", "states-1", "adjoint-5", "tmp-run", "lock"])
@@ -340,7 +340,6 @@ def test_different_states_have_different_digests() -> None:
         {"reverse_step_s": 1e300},
         {"tiers": []},
         {"tiers": [{"name": "x", "write_s": 1e300, "read_s": 1.0}]},
-        {"tiers": [{"name": "x", "write_s": 1.0, "read_s": 1.0, "queue_depth": 2**40}]},
         {"tiers": [{"name": 3, "write_s": 1.0, "read_s": 1.0}]},
         {"state_bytes": 1.5},
     ],
