@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from multistage.errors import StateError
 from multistage.states.layout import Layout
 
 
@@ -27,35 +25,3 @@ def test_an_empty_array_and_a_numpy_scalar_are_leaves() -> None:
     layout = Layout.of((np.zeros((0, 3)), np.float32(2)))
     assert [leaf.nbytes for leaf in layout.leaves] == [0, 4]
     assert len(layout.arrays((np.zeros((0, 3)), np.float32(5)))) == 2
-
-
-@pytest.mark.parametrize(
-    ("state", "rule"),
-    [
-        ((), "holds no array"),
-        (3.0, "is float"),
-        ((np.zeros(2), None), "is NoneType"),
-        ({"a": [1, 2]}, r"leaf \['a'\]\[0\] is int"),
-        (np.array([object()]), "Python objects"),
-        (np.ma.zeros(3), "is MaskedArray"),
-    ],
-)
-def test_bad_leaves(state: object, rule: str) -> None:
-    with pytest.raises(StateError, match=rule):
-        Layout.of(state)
-
-
-@pytest.mark.parametrize(
-    ("first", "later", "rule"),
-    [
-        (np.zeros(3), np.zeros(4), r"from \(3,\) float64 to \(4,\) float64"),
-        (np.zeros(3), np.zeros(3, np.float32), "to .* float32"),
-        (np.zeros(3), (np.zeros(3),), "changed its structure"),
-        ({"a": np.zeros(3)}, {"b": np.zeros(3)}, "changed its structure"),
-        ({"a": np.zeros(3)}, {"a": np.zeros((3, 1))}, r"leaf \['a'\]"),
-    ],
-)
-def test_a_changed_layout_is_named(first: object, later: object, rule: str) -> None:
-    layout = Layout.of(first)
-    with pytest.raises(StateError, match=rule):
-        layout.arrays(later, "state 7")
