@@ -35,7 +35,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -47,30 +47,12 @@ from ..model.costs import Costs
 from ..states.layout import Array, Layout
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Op
+    from mpi4py.MPI import Comm, Request
 
 T = TypeVar("T")
 
 
-class Request(Protocol):
-    """What is used of an `mpi4py.MPI.Request`."""
-
-    def Test(self) -> bool: ...
-    def Wait(self) -> object: ...
-
-
-class Communicator(Protocol):
-    """What is used of an `mpi4py.MPI.Comm`."""
-
-    def Get_rank(self) -> int: ...
-    def Get_size(self) -> int: ...
-    def Dup(self) -> Communicator: ...
-    def Free(self) -> None: ...
-    def Abort(self, errorcode: int = ..., /) -> object: ...
-    def Split_type(self, split_type: int, /) -> Communicator: ...
-    def Allreduce(self, sendbuf: Array, recvbuf: Array, op: Op, /) -> None: ...
-    def Iallreduce(self, sendbuf: Array, recvbuf: Array, op: Op, /) -> Request: ...
-    def allgather(self, sendobj: T, /) -> list[T]: ...
+Communicator: TypeAlias = "Comm"
 
 
 class Ranks:
