@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from torch import Tensor, nn
 
 _T = TypeVar("_T")
-_Host = TypeVar("_Host", bound=nn.Module)
 _SPACES = ("_modules", "_parameters", "_buffers")
 # Where `nn.Module` keeps what is registered.
 _SHARED = (
@@ -64,21 +63,13 @@ class _Yielding:
         raise AttributeError(f"{self._name} of a chain cannot be set; make another chain")
 
 
-class YieldingProperty(_Yielding, Generic[_Host, _T]):
-    """A property that gives way to a child, parameter or buffer of its name."""
+if TYPE_CHECKING:
+    YieldingProperty = property
+else:
 
-    def __init__(self, getter: Callable[[_Host], _T]) -> None:
-        super().__init__(property(getter))
-
-    @overload
-    def __get__(self, instance: None, owner: type | None = None) -> property: ...
-
-    @overload
-    def __get__(self, instance: _Host, owner: type | None = None) -> _T: ...
-
-    def __get__(self, instance: _Host | None, owner: type | None = None) -> _T | property:
-        found: _T | property = super().__get__(instance, owner)
-        return found
+    def YieldingProperty(getter: Callable[..., object]) -> _Yielding:  # noqa: N802
+        """Return a property that gives way to a child, parameter or buffer of its name."""
+        return _Yielding(property(getter))
 
 
 def yielding(member: _T) -> _T:

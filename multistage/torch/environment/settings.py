@@ -11,6 +11,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,7 +174,8 @@ def _flags() -> Iterator[_Flag]:
         if key[0] == "cuda" and not cuda:
             continue
         name = f"torch.backends' fp32_precision of {' '.join(key)}"
-        yield _Flag(name, _precision_of(*key), _set_precision_of(*key))
+        get, put = core._get_fp32_precision_getter, core._set_fp32_precision_setter
+        yield _Flag(name, partial(get, *key), partial(put, *key))
     for name in (
         "cudnn_enabled",
         "cudnn_benchmark",
@@ -207,16 +209,6 @@ _PRECISIONS = (
     ("cuda", "rnn"),
     ("mkldnn", "rnn"),
 )
-
-
-def _precision_of(backend: str, kind: str) -> Callable[[], Any]:
-    read: Any = torch._C._get_fp32_precision_getter
-    return lambda: read(backend, kind)
-
-
-def _set_precision_of(backend: str, kind: str) -> Callable[[Any], None]:
-    write: Any = torch._C._set_fp32_precision_setter
-    return lambda value: write(backend, kind, value)
 
 
 def _matmul_precision() -> str | None:

@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from ..environment.scope import Scope
 from ..environment.settings import casting_anew, leave_hooks_alone
 from ..environment.states import tensors_in
 from ..tensors.checksums import digest
-from ..tensors.meter import Meter, OperationsMeter, storages_of
+from ..tensors.meter import Meter, storages_of
 from .exploring import Call, explore, fresh_copy, has_node, untouched
 from .joining import grouped
 from .saved import Caught, Saved, never
@@ -50,7 +50,6 @@ from .traits import Count, Sizes, Traits, bytes_of
 _LEAST_ROUNDS = 2  # of timing a stage: the first pays for what is made once
 _MOST_ROUNDS = 50
 _SHARDED_ROUNDS = 4
-_Meter = TypeVar("_Meter", Meter, OperationsMeter)
 _ENGINE_ROUNDS = 20
 _DIGEST_BYTES = 1 << 22
 _CHECKPOINTS = ("CheckpointFunctionBackward",)  # reentrant ones of torch
@@ -132,7 +131,7 @@ class StageRun:
         wanted = [t for t in tensors_in(inputs) if t.requires_grad]
         counted, unhooked = Count(0, self.sizes), self._trait.unhooked
         saved = Saved(counted.add)
-        with torch.enable_grad(), self._meter(OperationsMeter, inputs) as meter:
+        with torch.enable_grad(), self._meter(inputs, notes=True) as meter:
             with contextlib.nullcontext() if unhooked else saved:
                 output = self._call(inputs)
             made = meter.live_bytes()
@@ -191,7 +190,7 @@ class StageRun:
             Of the output, in storages that were there before.
         """
         inputs = self._fresh()
-        with torch.no_grad(), self._meter(Meter, inputs) as meter:
+        with torch.no_grad(), self._meter(inputs) as meter:
             output = self._call(inputs)
             self.sizes.output_bytes = bytes_of(pytree.tree_leaves(output))
             made = meter.live_bytes()
@@ -210,7 +209,7 @@ class StageRun:
         """
         inputs = self._fresh()
         saved = Saved(None, never, None if self._trait.differentiates else never)
-        with torch.enable_grad(), self._meter(Meter, inputs) as meter, saved:
+        with torch.enable_grad(), self._meter(inputs) as meter, saved:
             output = self._call(inputs)
         nodes = [t.grad_fn for t in tensors_in(output)]
         del output, inputs
@@ -218,9 +217,9 @@ class StageRun:
         del nodes
         return hidden_bytes
 
-    def _meter(self, kind: type[_Meter], inputs: object) -> _Meter:
+    def _meter(self, inputs: object, *, notes: bool = False) -> Meter:
         """Return a meter that does not count what was there before."""
-        meter = kind(self._device)
+        meter = Meter(self._device, notes=notes)
         meter.ignore(self._own)
         meter.ignore(tensors_in(inputs))
         meter.ignore(self._given)

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from ..tensors.meter import storages_of
 from ..tensors.streams import Home
 from .saved import Complete, Saved, itself, written_to
 
@@ -65,7 +66,7 @@ class Windowed:
         self._call, self._again = call, again
         self._room = room_bytes
         self._count = 0  # of tensors saved in the first run
-        self._free = {_storage(tensor)[0] for tensor in costs_nothing}
+        self._free = {key for tensor in costs_nothing for key in storages_of(tensor)}
         self._window = _Window(room_bytes, self._free)
         self._home = Home()
         self.runs = 0
@@ -120,7 +121,8 @@ def forgetting(
     room_bytes: float, costs_nothing: Iterable[Tensor]
 ) -> AbstractContextManager[object]:
     """Return a context in which graphs hold the latest tensors alone; not to be walked later."""
-    window = _Window(room_bytes, {_storage(tensor)[0] for tensor in costs_nothing})
+    free = {key for tensor in costs_nothing for key in storages_of(tensor)}
+    window = _Window(room_bytes, free)
     return Saved(window.add, window.held, window.held)
 
 
@@ -151,19 +153,19 @@ class _Window:
             self._count(gone, -1)
 
     def _count(self, tensor: Tensor, change: int) -> None:
-        storage, nbytes = _storage(tensor)
-        if storage in self._free:
-            return
-        before = self._storages.get(storage, 0)
-        if before + change:
-            self._storages[storage] = before + change
-        else:
-            del self._storages[storage]
-        if before == 0:
-            self._held += nbytes
-            self.seen_bytes += nbytes
-        elif before + change == 0:
-            self._held -= nbytes
+        for key, storage in storages_of(tensor).items():
+            if key in self._free:
+                continue
+            before, nbytes = self._storages.get(key, 0), storage.nbytes()
+            if before + change:
+                self._storages[key] = before + change
+            else:
+                del self._storages[key]
+            if before == 0:
+                self._held += nbytes
+                self.seen_bytes += nbytes
+            elif before + change == 0:
+                self._held -= nbytes
 
     def held(self, number: int) -> Tensor:
         """Return a tensor for a model that differentiates in its forward."""
@@ -176,11 +178,3 @@ class _Window:
         if tensor._version != version:
             raise written_to()
         return tensor
-
-
-def _storage(tensor: Tensor) -> tuple[int, int]:
-    try:
-        storage = tensor.untyped_storage()
-        return storage._cdata, storage.nbytes()
-    except (NotImplementedError, RuntimeError):  # sparse: none of its own
-        return 0, 0

@@ -13,7 +13,7 @@ they serve to be compared with one another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -88,13 +88,14 @@ class Sizes:
         """Return the same bytes, with no run counted yet."""
         return Sizes(self.output_bytes, self.saved_bytes, self.varies)
 
-    def at_least(self, other: Sizes) -> Sizes:
-        """Return the larger bytes of two, with no run counted yet."""
-        return Sizes(
-            _largest(self.output_bytes, other.output_bytes),
-            _largest(self.saved_bytes, other.saved_bytes),
-            self.varies or other.varies,
+    def both(self, other: Sizes, value: Callable[[int, int], int]) -> Sizes:
+        """Return a value of the bytes of two, such as the larger, with no run counted yet."""
+        of_each = (
+            (self.output_bytes, other.output_bytes),
+            (self.saved_bytes, other.saved_bytes),
         )
+        output, saved = (None if a is None or b is None else value(a, b) for a, b in of_each)
+        return Sizes(output, saved, self.varies or other.varies)
 
     @staticmethod
     def way(leaves: Sequence[object], environment: int) -> object:
@@ -139,10 +140,6 @@ class Sizes:
             self.output_bytes = nbytes
         elif nbytes > self.output_bytes:
             raise LargerError(number, "returns", self.output_bytes, nbytes)
-
-
-def _largest(one: int | None, other: int | None) -> int | None:
-    return other if one is None else one if other is None else max(one, other)
 
 
 class Count:

@@ -21,6 +21,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from itertools import combinations
 from typing import TypeAlias, TypeVar
 
@@ -36,7 +37,6 @@ from ..environment.scope import Found
 from ..environment.turns import TURN
 from ..measurement.checking import Both, Checked, NotAlone, check_chain, room_for_tapes
 from ..measurement.measure import Profile, measure_stages
-from ..measurement.traits import Sizes
 from ..measurement.watching import Seen
 from ..tensors.meter import Meter
 from ..tiers.tiered import Tiered
@@ -374,16 +374,17 @@ def _are_alike(one: Profile, other: Profile) -> bool:
 
 
 def _on_line(one: Profile, other: Profile, share: float) -> Profile:
+    value = partial(_value, share=share)
     stages = tuple(
         _stage(a, b, share) for a, b in zip(one.costs.stages, other.costs.stages, strict=True)
     )
     costs = StageCosts(
         stages,
-        _value(one.costs.input_bytes, other.costs.input_bytes, share),
-        _value(one.costs.input_gradient_bytes, other.costs.input_gradient_bytes, share),
+        value(one.costs.input_bytes, other.costs.input_bytes),
+        value(one.costs.input_gradient_bytes, other.costs.input_gradient_bytes),
     )
     traits = tuple(
-        replace(a, sizes=_sizes(a.sizes, b.sizes, share))
+        replace(a, sizes=a.sizes and b.sizes and a.sizes.both(b.sizes, value))
         for a, b in zip(one.traits, other.traits, strict=True)
     )
     return replace(one, costs=costs, traits=traits)
@@ -395,19 +396,6 @@ def _stage(one: Stage, other: Stage, share: float) -> Stage:
     values["tape_bytes"] = max(values["tape_bytes"], values["output_bytes"])
     values["spared_s"] = min(values["spared_s"], values["forward_s"])
     return replace(one, **values)
-
-
-def _sizes(one: Sizes | None, other: Sizes | None, share: float) -> Sizes | None:
-    if one is None or other is None:
-        return None
-    output, saved = (
-        None if a is None or b is None else _value(a, b, share)
-        for a, b in (
-            (one.output_bytes, other.output_bytes),
-            (one.saved_bytes, other.saved_bytes),
-        )
-    )
-    return Sizes(output, saved, one.varies or other.varies)
 
 
 def _value(one: _Value, other: _Value, share: float) -> _Value:

@@ -153,7 +153,7 @@ def _at_least(now: Profile, before: Profile, larger: LargerError) -> Profile:
     stages, sizes = list(now.costs.stages), [t.sizes or Sizes() for t in now.traits]
     for i, (a, b) in enumerate(zip(stages, before.costs.stages, strict=True)):
         stages[i] = replace(a, **{n: max(getattr(a, n), getattr(b, n)) for n in _BYTES})
-        sizes[i] = sizes[i].at_least(before.traits[i].sizes or Sizes())
+        sizes[i] = sizes[i].both(before.traits[i].sizes or Sizes(), max)
     at, returns = larger.stage, larger.does == "returns"
     known = (sizes[at].output_bytes if returns else sizes[at].saved_bytes) or 0
     if known < larger.seen:

@@ -34,6 +34,8 @@ class Meter(TorchDispatchMode):
     ----------
     device : torch.device
         Where memory is counted.
+    notes : bool
+        Whether to note the operations and their shapes too.
 
     Examples
     --------
@@ -44,8 +46,9 @@ class Meter(TorchDispatchMode):
     (4004, 8004)
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, notes: bool = False) -> None:
         super().__init__()
+        self._operations: list[object] | None = [] if notes else None
         self._device = device
         self._cuda = device.type == "cuda"
         self._references: dict[int, _Reference] = {}  # by the storage's address
@@ -79,6 +82,10 @@ class Meter(TorchDispatchMode):
         self._live -= reference.nbytes
         if self._references.get(reference.key) is reference:
             del self._references[reference.key]
+
+    def operations(self) -> object:
+        """Return what distinguishes computations, as noted."""
+        return tuple(self._operations or ())
 
     def bytes_but(self, tensors: Iterable[Tensor]) -> int:
         """Return the bytes alive now, without those of some tensors."""
@@ -137,8 +144,14 @@ class Meter(TorchDispatchMode):
     ) -> object:
         result = func(*args, **(kwargs or {}))
         for leaf in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.device == self._device:
+            if not isinstance(leaf, Tensor):
+                continue
+            if leaf.device == self._device:
                 self._note(leaf, counted=True)
+            if self._operations is not None:
+                self._operations.append(leaf.numel() if leaf.is_nested else leaf.shape)
+        if self._operations is not None:
+            self._operations.append(func)
         self.sizes_vary = self.sizes_vary or not _BY_VALUES.isdisjoint(func.tags)
         self._peak = max(self._peak, self._live)
         return result
@@ -146,31 +159,6 @@ class Meter(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports its compiler, for seconds
-
-
-class OperationsMeter(Meter):
-    """A meter that notes the operations too."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._operations: list[object] = []
-
-    def operations(self) -> object:
-        """Return what distinguishes computations: operations and shapes."""
-        return tuple(self._operations)
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        self._operations += [x.numel() if x.is_nested else x.shape for x in made]
-        self._operations.append(func)
-        return result
 
 
 def _end_last_task(device: torch.device) -> None:
