@@ -15,14 +15,13 @@ one disturbed run does not make a stage look slow.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import resource
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -347,7 +346,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     return seconds_between(began, moment(host))
 
 
-@functools.cache
+@cache
 def engine_s() -> float:
     """Return the seconds in which the engine starts: once for a chain, not once a stage."""
     tensor, one = torch.zeros(1, requires_grad=True), torch.ones(1)
@@ -365,7 +364,7 @@ def engine_s() -> float:
     return min(seconds() for _ in range(_ENGINE_ROUNDS))
 
 
-@functools.cache
+@cache
 def _digest_s() -> float:
     """Return the seconds that a checksum takes for each byte."""
     tensor = torch.zeros(_DIGEST_BYTES, dtype=torch.uint8)
@@ -373,7 +372,7 @@ def _digest_s() -> float:
     return found / _DIGEST_BYTES
 
 
-@functools.cache
+@cache
 def _hook_s() -> float:
     """Return the seconds to hand a saved tensor to a hook that keeps its kind, and back."""
     tensor, count = torch.zeros(1, requires_grad=True), 64

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -84,7 +83,7 @@ def fitted(sequential: LimitedModule, state: object, found: Profile, together: b
     )
 
 
-@functools.cache
+@cache
 def _tell_of_resident_memory() -> None:
     """Say once in a process what the limit of a chain does not count: memory that glibc keeps."""
     # Not changed here: each allocation of the whole process would be slower.
