@@ -242,18 +242,11 @@ def as_planner(make: Callable[[], CheckpointSchedule]) -> Planner:
             "as_planner() needs a function that makes a schedule, since a schedule serves one "
             "sweep: as_planner(lambda: HRevolve(...))"
         )
-    return partial(_plan, lru_cache(maxsize=1)(partial(_judged, make)))
-
-
-def _judged(
-    make: Callable[[], CheckpointSchedule], n: int, slots: int, costs: Costs
-) -> tuple[str, Rules, _Recorded]:
-    made = make()
-    return type(made).__name__, *_judge(made, n, slots, costs)
+    return partial(_plan, lru_cache(maxsize=1)(partial(_judge, make)))
 
 
 def _plan(
-    judged: Callable[[int, int, Costs], tuple[str, Rules, _Recorded]],
+    judged: Callable[[int, int, Costs], tuple[str, float, _Recorded]],
     costs: Costs,
     slots: int,
     n_steps: int | None,
@@ -270,7 +263,7 @@ def _plan(
         action_s=0.0,
         tiers=tiers,
     )
-    name, rules, recorded = judged(n, slots, timeless)
+    name, peak, recorded = judged(n, slots, timeless)
 
     def schedule() -> Schedule:
         return overlap(
@@ -284,7 +277,7 @@ def _plan(
         slots,
         n,
         schedule,
-        replace(run, peak_slots=min(slots, rules.peak)),
+        replace(run, peak_slots=min(slots, peak)),
         note="A schedule of checkpoint_schedules; its transfers run beside the steps.",
     )
 
@@ -316,16 +309,16 @@ class _Recorded:
 
 
 def _judge(
-    schedule: CheckpointSchedule, n: int, slots: int, costs: Costs
-) -> tuple[Rules, _Recorded]:
-    """Run a schedule of theirs through the rules, and record it.
+    make: Callable[[], CheckpointSchedule], n: int, slots: int, costs: Costs
+) -> tuple[str, float, _Recorded]:
+    """Run a schedule of theirs through the rules; return its name, most slots and actions.
 
     Raises
     ------
     ScheduleError
         Naming its action that broke a rule.
     """
-    tier = costs.tier
+    schedule, tier = make(), costs.tier
     bounded = tier is not None and tier.capacity_states is not None
     tier_slots = {0: tier.capacity_states or 0} if tier is not None and bounded else {}
     rules = Rules(
@@ -353,4 +346,4 @@ def _judge(
         rules.finish()
     except ScheduleError as error:
         raise ScheduleError(f"{type(schedule).__name__} at {reader.at!r}: {error}", None) from error
-    return rules, recorded
+    return type(schedule).__name__, rules.peak, recorded

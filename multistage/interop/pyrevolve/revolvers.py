@@ -417,8 +417,13 @@ class SingleLevelRevolver(BaseRevolver):
                 costs = costs or defaults.costs
                 progress = defaults.progress if progress is None else progress
             n_checkpoints = adjust(self.n_timesteps)
+        elif memory is not None:
+            raise ArgumentError(
+                f"n_checkpoints={n_checkpoints} and memory={memory!r}: give one, and None "
+                "in place of n_checkpoints"
+            )
         else:
-            n_checkpoints = _number_given(n_checkpoints, memory)
+            n_checkpoints = whole(n_checkpoints, "n_checkpoints", 1)
         self.n_checkpoints = n_checkpoints
         compression = _compression_of(compression_params, diskstorage or tiers is not None)
         chosen = any(x is not None for x in (memory, tiers, planner, costs))
@@ -428,7 +433,8 @@ class SingleLevelRevolver(BaseRevolver):
             tiers = open_folder(filedir) if tiers is None else tiers
         if not chosen:
             memory = Budget(slots=TRANSIT if diskstorage else n_checkpoints)
-            planner = _revolve_in(n_checkpoints, diskstorage)
+            on_disk = sealing(partial(revolve_on_disk, n_checkpoints))
+            planner = on_disk if diskstorage else PLANNERS["revolve"]
         self._run_on(
             memory=f"{n_checkpoints} slots" if memory is None else memory,
             tiers=tiers,
@@ -438,20 +444,6 @@ class SingleLevelRevolver(BaseRevolver):
             progress=progress,
             assumed=None if chosen else (1.0, 1.0),
         )
-
-
-def _revolve_in(n_checkpoints: int, on_disk: bool) -> Planner:
-    """Return the planner that is pyrevolve's, in memory or on disk."""
-    return sealing(partial(revolve_on_disk, n_checkpoints)) if on_disk else PLANNERS["revolve"]
-
-
-def _number_given(n_checkpoints: int, memory: object) -> int:
-    if memory is not None:
-        raise ArgumentError(
-            f"n_checkpoints={n_checkpoints} and memory={memory!r}: give one, and None "
-            "in place of n_checkpoints"
-        )
-    return whole(n_checkpoints, "n_checkpoints", 1)
 
 
 def _compression_of(params: Params | None, is_slow: bool) -> Compression | None:
