@@ -1,10 +1,10 @@
-"""Transformer blocks trained as a chain within half the memory they would take.
+"""A transformer trained within half the memory that it would take.
 
     python examples/transformer.py --quick
     python examples/transformer.py --blocks 24 --memory "40 MiB"
 
-Shows `multistage.torch.Sequential`: it measures the blocks, chooses which activations
-to keep and which blocks to run again, and trains exactly as the plain model does,
+Shows `multistage.torch.compile`: it captures the model, chooses which activations
+to keep and which operations to run again, and trains exactly as the plain model does,
 dropout included.  Both are trained here; losses and parameters must be the same.
 """
 
@@ -80,7 +80,7 @@ def main() -> None:
     print(
         f"within {args.memory} of its memory" if isinstance(memory, float) else f"within {memory}"
     )
-    model = mst.Sequential(build(args.blocks, args.length, args.width), text, memory=memory)
+    model = mst.compile(build(args.blocks, args.length, args.width), memory=memory)
     limited = train(model, text, args.updates)
     print(model.plan)
     if not all(map(torch.equal, plain, limited)):
