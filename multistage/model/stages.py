@@ -21,13 +21,15 @@ here                     there
                          it saves, not run where its tape alone is needed
 `overhead_s`             not there: the part of both times that the executor takes,
                          and plain training does not
+`ways`                   not there: what else its tape may be kept as
 =======================  =====================================================
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 from tabulate import tabulate
@@ -43,8 +45,32 @@ _MOST_STAGES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """Another way to keep a stage's tape: without some of it, which is made again from the rest.
+
+    The bytes are in place of the stage's of these names; `again_s` is beside its `backward_s`.
+    """
+
+    tape_bytes: int
+    tape_overhead_bytes: int
+    backward_overhead_bytes: int
+    again_s: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name.endswith("_bytes"):
+                value = _size(getattr(self, field.name), f"a way to keep a tape: {field.name}")
+                object.__setattr__(self, field.name, value)
+        if not math.isfinite(self.again_s):
+            raise ArgumentError(f"a way to keep a tape: again_s={self.again_s} must be finite")
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """What one stage costs; sizes in bytes, up to 2^60.
+
+    `ways` are other ways to keep its tape, which a planner may choose; in the costs of a
+    plan `way` is the number of the one it has, 0 for the whole tape, which is left in `ways`.
 
     Raises
     ------
@@ -70,6 +96,8 @@ class Stage:
     backward_overhead_bytes: int = 0
     spared_s: float = 0.0
     overhead_s: float = 0.0
+    ways: tuple[Way, ...] = ()
+    way: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -98,6 +126,50 @@ class Stage:
                 f"stage {self.name!r}: tape_bytes={self.tape_bytes} < "
                 f"output_bytes={self.output_bytes}; the tape includes the output"
             )
+        ways = [w if isinstance(w, Way) else Way(**w) for w in self.ways]  # as JSON has them
+        object.__setattr__(self, "ways", tuple(ways))
+        whole(self.way, f"stage {self.name!r}: way", 0)
+        for way in ways:
+            if way.tape_bytes < self.output_bytes:
+                raise ArgumentError(
+                    f"stage {self.name!r}: a way to keep its tape has tape_bytes={way.tape_bytes} "
+                    f"< output_bytes={self.output_bytes}; the tape includes the output"
+                )
+
+    def by(self, number: int) -> Stage:
+        """Return the stage with its tape kept one of its ways, and none other."""
+        way = self.ways[number - 1]
+        return replace(
+            self,
+            backward_s=self.backward_s + way.again_s,
+            tape_bytes=way.tape_bytes,
+            tape_overhead_bytes=way.tape_overhead_bytes,
+            backward_overhead_bytes=way.backward_overhead_bytes,
+            ways=(
+                Way(
+                    self.tape_bytes,
+                    self.tape_overhead_bytes,
+                    self.backward_overhead_bytes,
+                    -way.again_s,
+                ),
+            ),
+            way=number,
+        )
+
+    @property
+    def whole(self) -> Stage:
+        """The stage with its whole tape kept, and no other way."""
+        return replace(self.by(1) if self.way else self, ways=(), way=0)
+
+    def without(self, nbytes: int) -> Stage:
+        """Return the stage with so many bytes of its output counted elsewhere."""
+        return replace(
+            self,
+            output_bytes=self.output_bytes - nbytes,
+            tape_bytes=self.tape_bytes - nbytes,
+            gradient_bytes=self.gradient_bytes,
+            ways=tuple([replace(w, tape_bytes=w.tape_bytes - nbytes) for w in self.ways]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +211,18 @@ class StageCosts(CostModel):
             raise ArgumentError("a chain needs at least one stage")
         for name in ("input_bytes", "input_gradient_bytes"):
             object.__setattr__(self, name, _size(getattr(self, name), name))
+
+    def by(self, ways: Sequence[int]) -> Self:
+        """Return the costs with each tape kept one of its stage's ways, whole if 0."""
+        pairs = zip(self.stages, ways, strict=True)
+        return replace(self, stages=tuple([s.by(way) if way else s.whole for s, way in pairs]))
+
+    @property
+    def whole(self) -> Self:
+        """The costs with whole tapes kept, and no other way."""
+        if not any(stage.ways for stage in self.stages):
+            return self
+        return self.by([0] * len(self.stages))
 
     @classmethod
     def uniform(cls, count: int, stage: Stage, input_bytes: int = 0) -> Self:

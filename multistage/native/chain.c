@@ -6,6 +6,7 @@
  *
  *   E(s, s, m) = leaf[s]                                if m >= all(s, s)
  *   E(s, t, m) = min of  E(s+1, t, m - tape[s])         if m >= all(s, t)
+ *                        (the same, and what is made again, for the other ways to keep a tape)
  *                and     P[k] - P[s] + E(k, t, m - state[k]) + E(s, k-1, m)
  *                        over s < k <= t                if m >= none(s, t)
  *
@@ -140,24 +141,30 @@ static void load(const solve_t *x, int64_t s, int64_t t, int64_t m, float *out)
 static void finish(const solve_t *x, int64_t s, int64_t t, float *best)
 {
     const chain_t *c = x->chain;
-    const int64_t m = x->plane * PLANE, all = need_all(c, s, t);
+    const int64_t m = x->plane * PLANE;
     const int32_t none = x->none[row(c->n, s) + t];
     float *out = cell(x, x->plane, s, t), taped[PLANE];
-    if (c->tapes)
-        load(x, s + 1, t, m - c->tape[s], taped);
-    else
-        fill(taped, PLANE, INFINITY);
-    if (c->move_tape) {
-        const float *behind = cell(x, x->plane, s + 1, t);
-        for (int q = 0; q < PLANE; q++) {
-            const float moved = behind[q] + c->move_tape[s];
-            taped[q] = moved < taped[q] ? moved : taped[q];
+    for (int q = 0; q < PLANE; q++)
+        out[q] = m + q >= none ? best[q] - c->prefix[s] : INFINITY;
+    for (int64_t w = 0; w < c->ways; w++) {
+        const int64_t at = w * c->n + s, all = need_by(c, at, s, t);
+        if (m + PLANE <= all)
+            continue;
+        if (c->tapes)
+            load(x, s + 1, t, m - c->tape[at], taped);
+        else
+            fill(taped, PLANE, INFINITY);
+        if (c->move_tape) {
+            const float *behind = cell(x, x->plane, s + 1, t);
+            for (int q = 0; q < PLANE; q++) {
+                const float moved = behind[q] + c->move_tape[s];
+                taped[q] = moved < taped[q] ? moved : taped[q];
+            }
         }
-    }
-    for (int q = 0; q < PLANE; q++) {
-        const float kept = m + q >= none ? best[q] - c->prefix[s] : INFINITY;
-        const float other = m + q >= all ? taped[q] : INFINITY;
-        out[q] = other < kept ? other : kept;
+        for (int q = 0; q < PLANE; q++) {
+            const float other = m + q >= all ? taped[q] + c->again[at] : INFINITY;
+            out[q] = other < out[q] ? other : out[q];
+        }
     }
 }
 

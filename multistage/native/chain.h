@@ -27,10 +27,22 @@ static inline int64_t max64(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
+/* Of stage s with its tape kept the first way, or by row `at` of the ways. */
+static inline int64_t need_by(const chain_t *c, int64_t at, int64_t s, int64_t t)
+{
+    return c->tape[at] + max64(c->grad[t + 1] + c->taping[at],
+                               c->grad[s + 1] + c->grad[s] + c->reverse[at]);
+}
+
 static inline int64_t need_all(const chain_t *c, int64_t s, int64_t t)
 {
-    return max64(c->grad[t + 1] + c->tape[s] + c->taping[s],
-                 c->grad[s + 1] + c->tape[s] + c->grad[s] + c->reverse[s]);
+    return need_by(c, s, s, t);
+}
+
+/* The place of a choice's tape in the rows of the ways; -1 for a checkpoint. */
+static inline int64_t tape_of(const chain_t *c, int64_t s, int64_t t, int64_t k)
+{
+    return k == s || s == t ? s : k > t ? (k - t) * c->n + s : -1;
 }
 
 static inline float excess(const table_t *x, int64_t s, int64_t t, int64_t m)
@@ -41,7 +53,8 @@ static inline float excess(const table_t *x, int64_t s, int64_t t, int64_t m)
 /* Checkpoints whose excess is within this share of the least are taken for equally good. */
 #define TIE 1e-6f
 
-/* The choice at (s, t, m): s for a tape, k for a checkpoint at state k, INFEASIBLE.
+/* The choice at (s, t, m): s for a tape, t + w for one kept by way w, k for a checkpoint at
+ * state k, INFEASIBLE.
  *
  * Of equally good checkpoints the farthest: the longer the stretch, the fewer the states
  * kept, and states smaller than half a slot count nothing here.
@@ -50,11 +63,19 @@ static inline int64_t chain_choice(const table_t *x, int64_t s, int64_t t, int64
 {
     const chain_t *c = x->chain;
     float taped = INFINITY, best = INFINITY;
-    int64_t found = INFEASIBLE;
+    int64_t found = INFEASIBLE, tape = s;
     if (s == t)
         return m >= need_all(c, s, s) ? s : INFEASIBLE;
-    if (c->tapes && m >= need_all(c, s, t) && m >= c->tape[s])
-        taped = excess(x, s + 1, t, m - c->tape[s]);
+    for (int64_t w = 0; c->tapes && w < c->ways; w++) {
+        const int64_t at = w * c->n + s;
+        if (m < need_by(c, at, s, t) || m < c->tape[at])
+            continue;
+        const float sum = excess(x, s + 1, t, m - c->tape[at]) + c->again[at];
+        if (sum < taped) {
+            taped = sum;
+            tape = w ? t + w : s;
+        }
+    }
     if (m >= x->none[row(c->n, s) + t])
         for (int64_t k = s + 1; k <= t; k++) {
             const int64_t rest = m - c->state[k];
@@ -66,7 +87,7 @@ static inline int64_t chain_choice(const table_t *x, int64_t s, int64_t t, int64
                 found = k;
             best = sum < best ? sum : best;
         }
-    return taped < INFINITY && taped <= best ? s : found;
+    return taped < INFINITY && taped <= best ? tape : found;
 }
 
 #endif

@@ -25,8 +25,9 @@ int64_t ms_chain_trace(const chain_t *chain, const int32_t *none, const float *t
         if (s == t)
             continue;
         int64_t *next = stack + 3 * depth;
-        if (k == s) {
-            next[0] = s + 1, next[1] = t, next[2] = have - chain->tape[s];
+        const int64_t tape = tape_of(chain, s, t, k);
+        if (tape >= 0) {
+            next[0] = s + 1, next[1] = t, next[2] = have - chain->tape[tape];
             depth++;
         } else {
             next[0] = s, next[1] = k - 1, next[2] = have;
@@ -40,7 +41,8 @@ int64_t ms_chain_trace(const chain_t *chain, const int32_t *none, const float *t
 /* Seconds and peak bytes of a schedule given by its trace.
  *
  * `bytes` is the chain with true sizes, whose sums may pass 2^63: the peak is
- * cut off at INT64_MAX.  `stack` has room for 2 n entries.
+ * cut off at INT64_MAX.  `stack` has room for 2 n entries.  `reverse_s` has a row for each way to
+ * keep a tape.
  */
 static void judge(const chain_t *bytes, const double *forward_s, const double *reverse_s,
                            const double *spared_s, const int64_t *trace, int64_t made, int64_t *stack_room,
@@ -54,15 +56,16 @@ static void judge(const chain_t *bytes, const double *forward_s, const double *r
     double total = 0;
     for (int64_t p = 0; p < made; p++) {
         const int64_t s = trace[3 * p], t = trace[3 * p + 1], k = trace[3 * p + 2];
+        const int64_t at = tape_of(c, s, t, k);
         unsigned __int128 need;
-        if (s == t || k == s) {
-            const unsigned __int128 tape = (unsigned __int128)c->tape[s];
-            need = held + tape + (unsigned __int128)c->grad[t + 1] + (unsigned __int128)c->taping[s];
+        if (at >= 0) {
+            const unsigned __int128 tape = (unsigned __int128)c->tape[at];
+            need = held + tape + (unsigned __int128)c->grad[t + 1] + (unsigned __int128)c->taping[at];
             peak = need > peak ? need : peak;
             need = held + tape + (unsigned __int128)c->grad[s + 1] +
-                   (unsigned __int128)c->grad[s] + (unsigned __int128)c->reverse[s];
+                   (unsigned __int128)c->grad[s] + (unsigned __int128)c->reverse[at];
             peak = need > peak ? need : peak;
-            total += forward_s[s] + reverse_s[s];
+            total += forward_s[s] + reverse_s[at];
             if (s == t) {
                 total -= spared_s[s];
                 held = depth ? stack[--depth] : 0;

@@ -276,13 +276,13 @@ class Plan:
     @property
     def plain_s(self) -> float:
         """Seconds with every tape of a chain kept, and without what the executor takes."""
-        costs = self.stage_costs
+        costs = self.stage_costs.whole
         return plain_use(costs).makespan_s - sum(stage.overhead_s for stage in costs.stages)
 
     @property
     def plain_bytes(self) -> int:
         """Bytes with every tape of a chain kept."""
-        return plain_use(self.stage_costs).peak_bytes
+        return plain_use(self.stage_costs.whole).peak_bytes
 
     @property
     def step_costs(self) -> Costs:
@@ -308,7 +308,8 @@ class Plan:
     @property
     def keeps_all(self) -> bool:
         """Whether nothing is run twice."""
-        return len(self.kept) == self.n_steps
+        whole = not any(stage.way for stage in self.stage_costs.stages)
+        return whole and len(self.kept) == self.n_steps
 
     def runs(self) -> list[int]:
         """Return how often each stage is run forward."""
@@ -329,9 +330,10 @@ class Plan:
     def fates(self) -> list[str]:
         """Return what the forward sweep leaves of each stage.
 
-        `tape kept`, `tape to tier`, `input kept`, `input to tier` or `recomputed`: neither,
-        so that it runs again from an earlier state.  A tape and the state it starts from may
-        both be left, as in `tape to tier, input kept`.
+        `tape kept`, `tape kept in part` (the rest is made again from it), `tape to tier`,
+        `input kept`, `input to tier` or `recomputed`: neither, so that it runs again from an
+        earlier state.  A tape and the state it starts from may both be left, as in `tape to
+        tier, input kept`.
         """
         forward = list(itertools.takewhile(lambda a: not isinstance(a, Reverse), self.actions))
         saved = {a.step for a in forward if isinstance(a, Save)}
@@ -339,12 +341,14 @@ class Plan:
         tapes_sent = {a.step for a in forward if isinstance(a, Put) and a.tape}
         kept = set(self.kept)
         found = []
+        ways = [stage.way for stage in self.stage_costs.stages]
         for i in range(self.n_steps):
             state = "input to tier" if i in sent else "input kept" if i in saved else ""
             if i in tapes_sent:
                 found.append("tape to tier" + (f", {state}" if state else ""))
             elif i in kept:
-                found.append("tape kept" + (f", {state}" if i in sent else ""))
+                in_part = " in part" if ways[i] else ""
+                found.append(f"tape kept{in_part}" + (f", {state}" if i in sent else ""))
             else:
                 found.append(state or ("recomputed" if i else "input kept"))
         return found

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from multistage import PLANNERS, Costs, Tier, simulate
 from multistage.actions import Action, Tape
 from multistage.errors import ArgumentError
-from multistage.model.stages import Stage, StageCosts
+from multistage.model.stages import Stage, StageCosts, Way
 
 
 def a_stage(**changes: object) -> Stage:
@@ -39,6 +39,8 @@ def a_stage(**changes: object) -> Stage:
         ({"tape_bytes": (1 << 60) + 1}, "2\\^60"),
         ({"tape_bytes": 1.5}, "tape_bytes=1.5"),
         ({"tape_bytes": 99}, "the tape includes the output"),
+        ({"ways": (Way(99, 0, 0, 0.0),)}, "a way to keep its tape has tape_bytes=99"),
+        ({"way": -1}, "way=-1"),
     ],
 )
 def test_invalid_stages_are_named_in_the_error(changes: dict[str, object], message: str) -> None:

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from oracles.chain_exact import exact_chain_makespan
 from multistage import native
 from multistage.actions import Advance, EndForward, Free, Load, Reverse, Tape
 from multistage.errors import ArgumentError, BudgetError, ScheduleError
-from multistage.model.stages import Stage, StageCosts
+from multistage.model.stages import Stage, StageCosts, Way
+from multistage.planners import Plan
 from multistage.planners.chain.heterogeneous import memory_curve, plan_chain, smallest_memory
 from multistage.planners.chain.memory import actions_of, use_of
 from multistage.planners.chain.sizes import Sizes
@@ -165,6 +167,50 @@ def test_judges_agree(seed: int, length: int, tapes: bool) -> None:
         assert judge(true, trace) == (seconds[memory], peaks[memory])
         assert use.peak_bytes == peaks[memory] + costs.input_bytes
         assert use.makespan_s == pytest.approx(seconds[memory])
+
+
+def with_ways(costs: StageCosts, rng: random.Random) -> StageCosts:
+    """Return a chain of which some tapes may be kept in part."""
+
+    def stage(s: Stage) -> Stage:
+        kept = [rng.randint(s.output_bytes, s.tape_bytes) for _ in range(rng.randint(0, 2))]
+        over = [(s.tape_bytes - k) + rng.randint(0, 3) for k in kept]
+        ways = [
+            Way(k, s.tape_overhead_bytes + o, s.backward_overhead_bytes + o, rng.randint(0, 4) / 8)
+            for k, o in zip(kept, over, strict=True)
+        ]
+        return replace(s, ways=tuple(ways))
+
+    return replace(costs, stages=tuple(stage(s) for s in costs.stages))
+
+
+@needs_native
+@pytest.mark.parametrize("seed", range(25))
+def test_the_best_of_all_ways_to_keep_tapes_is_found(seed: int, tmp_path: Path) -> None:
+    rng, slots = random.Random(seed), 40
+    costs = with_ways(random_chain(seed, rng.randint(1, 5), largest=8), rng)
+    sizes = Sizes.of(costs).with_ways(costs)
+    table, twin = Table(sizes, slots), Table(sizes, slots, native_kernel=False)
+    each = [range(len(stage.ways) + 1) for stage in costs.stages]
+    others = [Table(Sizes.of(costs.by(ways)), slots) for ways in itertools.product(*each)]
+    for known, same in zip(table.curve(sizes), twin.curve(sizes), strict=True):
+        assert known == pytest.approx(same)
+    for memory in range(slots + 1):
+        least = min(other.least_seconds(memory) for other in others)
+        assert table.least_seconds(memory) == pytest.approx(least)
+        assert table.trace(memory) == twin.trace(memory)
+        if least == math.inf:
+            continue
+        plan = plan_chain(costs, memory + costs.input_bytes)  # slots of a byte
+        assert plan.makespan_s == pytest.approx(least)
+        assert plan.stage_costs.whole == costs.whole
+        ways = [stage.way for stage in plan.stage_costs.stages]
+        assert [" in part" in fate for fate in plan.fates()] == [
+            bool(way) and number in plan.kept for number, way in enumerate(ways)
+        ]
+        assert not (any(ways) and plan.keeps_all)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
 
 
 # ---------------------------------------------------------------- the kernels

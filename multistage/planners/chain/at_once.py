@@ -27,7 +27,7 @@ from ...support.progress import counting
 from ..base import Plan, plain_use, store_all_schedule
 from .joint import plan_joint, smallest_with_tier
 from .joint_bound import Dual, without_loss
-from .memory import actions_of, periodic, too_small
+from .memory import actions_of, periodic, too_small, ways_of
 from .sizes import Sizes
 from .table import FLOAT_ERROR, Table, Trace, default_threads, judge, smallest
 
@@ -163,7 +163,11 @@ class Ladder:
         bound = None  # which spares solving rungs, if there is the C core
         if native.LIBRARY is not None:
             bound = ChainBound(
-                self.true, max(1, limit), tapes=self.tapes, threads=self.threads, tick=tick
+                self.true.lightest(),
+                max(1, limit),
+                tapes=self.tapes,
+                threads=self.threads,
+                tick=tick,
             )
         margin_s = FLOAT_ERROR * float(self.true.forward_s.sum())
         while top * MORE >= max(1, least_peak):
@@ -233,6 +237,7 @@ def plan_at_once(
     progress: bool | None = False,
 ) -> Plan:
     """Return the plan of a chain within a limit in bytes; see `plan_chain`."""
+    costs, given = costs.whole, costs
     plain = plain_use(costs)
     fits = limit is None or plain.peak_bytes <= limit
 
@@ -248,6 +253,8 @@ def plan_at_once(
         return made(periodic(costs, limit, segments))
     tapes = planner == "optimal"
     true = Sizes.of(costs)
+    if tapes and rates is None:
+        true = true.with_ways(given)
     least, trace = smallest(true, tapes=tapes)
     fewest = least if rates is None else min(least, smallest_with_tier(true, rates))
     if limit is not None and limit < fewest + costs.input_bytes:
@@ -260,7 +267,8 @@ def plan_at_once(
     away = () if rates is None else plan_joint(true, *ladder.first(within), within, rates)
     rivals: list[Plan | None] = [None]  # without the tier, joint, every tape to the tier
     if within >= least:
-        rivals[0] = made(list(actions_of(ladder.best(within, trace, progress))))
+        trace = ladder.best(within, trace, progress)
+        rivals[0] = Plan.judged(planner, given.by(ways_of(trace)), limit, actions_of(trace))
     rivals += [None if actions is None else made(actions, rates) for actions in away]
     best = fastest(rivals)  # every state in the tier fits, where nothing else does
     if rates is None:

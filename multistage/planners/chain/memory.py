@@ -34,6 +34,7 @@ from ...model.tier import Tier
 from ...schedule.simulation import Simulation, simulate
 from ...support.units import format_bytes
 from ..single.segments import taped_segment
+from .sizes import way_of
 
 
 def left_to_reverse(actions: Iterable[Action]) -> Iterator[Action]:
@@ -108,7 +109,7 @@ def actions_of(
     after: list[tuple[str, int]] = []
     saved = set(held)
     for s, t, k in trace:
-        if k != s and s != t:
+        if way_of(s, t, k) is None:
             if s not in saved and s not in inside:
                 saved.add(s)
                 yield Save(s)
@@ -130,6 +131,12 @@ def actions_of(
                 yield Load(i)
                 break
             yield Reverse(i)
+
+
+def ways_of(trace: Iterable[tuple[int, int, int]]) -> list[int]:
+    """Return by which ways a trace keeps the tapes of all stages but the loss; 0 is the whole."""
+    ways = [way for s, t, k in sorted(trace) if (way := way_of(s, t, k)) is not None]
+    return ways[:-1]
 
 
 def too_small(planner: str, limit: int | None, least: int) -> BudgetError:

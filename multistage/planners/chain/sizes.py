@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,15 @@ from ...model.stages import StageCosts
 from ...support.arrays import Integers, Reals
 
 MAX_SLOTS = 1 << 30
+
+
+class Kept(NamedTuple):
+    """Another way to keep tapes, of all stages; `again_s` is infinite where there is none."""
+
+    tape: Integers
+    taping: Integers
+    reverse: Integers
+    again_s: Reals
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,10 +39,11 @@ class Sizes:
     forward_s: Reals
     reverse_s: Reals
     spared_s: Reals  # of the forward, where a tape is made for its adjoint alone
+    ways: tuple[Kept, ...] = ()
 
     @classmethod
     def of(cls, costs: StageCosts) -> Sizes:
-        """Return the sizes in bytes, the loss appended."""
+        """Return the sizes in bytes, the loss appended, with no other way to keep a tape."""
         stages = costs.stages
 
         def sizes(*values: int) -> Integers:
@@ -55,6 +66,30 @@ class Sizes:
     def __len__(self) -> int:
         return len(self.tape)
 
+    def with_ways(self, costs: StageCosts) -> Sizes:
+        """Return the sizes with the other ways to keep tapes that the costs have."""
+        ways = []
+        for number in range(max(len(stage.ways) for stage in costs.stages)):
+            there = [len(stage.ways) > number for stage in costs.stages]
+            stages = [
+                stage.by(number + 1) if yes else stage
+                for yes, stage in zip(there, costs.stages, strict=True)
+            ]
+            by = Sizes.of(replace(costs, stages=tuple(stages)))
+            again_s = np.where([*there, False], by.reverse_s - self.reverse_s, np.inf)
+            ways.append(Kept(by.tape, by.taping, by.reverse, again_s))
+        return replace(self, ways=tuple(ways))
+
+    def lightest(self) -> Sizes:
+        """Return sizes that no way to keep a tape undercuts, for bounds."""
+        tape, taping, reverse = (
+            np.min(values, axis=0)
+            for values in zip(
+                (self.tape, self.taping, self.reverse), *(w[:3] for w in self.ways), strict=True
+            )
+        )
+        return replace(self, tape=tape, taping=taping, reverse=reverse, ways=())
+
     def in_slots(self, unit_bytes: float) -> Sizes:
         """Return the sizes in slots of `unit_bytes`, rounded to the nearest."""
 
@@ -71,15 +106,21 @@ class Sizes:
             self.forward_s,
             self.reverse_s,
             self.spared_s,
+            tuple([Kept(slots(w[0]), slots(w[1]), slots(w[2]), w.again_s) for w in self.ways]),
         )
 
 
-def need_to_tape(sizes: Sizes, s: int, t: int) -> int:
+def way_of(s: int, t: int, choice: int) -> int | None:
+    """Return by which way a choice keeps the tape of stage s, 0 for the whole; None if by none."""
+    return 0 if choice == s or s == t else choice - t if choice > t else None
+
+
+def need_to_tape(sizes: Sizes, s: int, t: int, way: int = 0) -> int:
     """Return m_all(s, t): the peak of taping and reversing stage s, the input not counted."""
-    tape = int(sizes.tape[s])
-    return tape + max(
-        int(sizes.gradient[t + 1]) + int(sizes.taping[s]),
-        int(sizes.gradient[s + 1]) + int(sizes.gradient[s]) + int(sizes.reverse[s]),
+    kept = sizes.ways[way - 1] if way else sizes
+    return int(kept.tape[s]) + max(
+        int(sizes.gradient[t + 1]) + int(kept.taping[s]),
+        int(sizes.gradient[s + 1]) + int(sizes.gradient[s]) + int(kept.reverse[s]),
     )
 
 
@@ -97,22 +138,37 @@ def chain_in_core(
     tapes: bool,
     leaf: Reals,
     moves: tuple[Reals, Reals] | None = None,
+    again: Reals | None = None,
 ) -> native.ChainStruct:
-    """Return a chain as the C core takes it; the arrays must be contiguous."""
+    """Return a chain as the C core takes it; the arrays must be contiguous.
+
+    `again` has, for each way to keep a tape, what each stage costs more than by the first.
+    """
+    again = np.zeros((1, len(sizes)), np.float32) if again is None else again
+    kept = [
+        np.concatenate(values)
+        for values in zip(
+            (sizes.tape, sizes.taping, sizes.reverse), *(w[:3] for w in sizes.ways), strict=True
+        )
+    ]
+    tape, taping, reverse = kept
     chain = native.ChainStruct(
         len(sizes),
         sizes.state.ctypes.data,
         sizes.gradient.ctypes.data,
-        sizes.tape.ctypes.data,
+        tape.ctypes.data,
         sizes.advance.ctypes.data,
-        sizes.taping.ctypes.data,
-        sizes.reverse.ctypes.data,
+        taping.ctypes.data,
+        reverse.ctypes.data,
         prefix.ctypes.data,
         leaf.ctypes.data,
         int(tapes),
+        len(again),
+        again.ctypes.data,
         *((None, None) if moves is None else (x.ctypes.data for x in moves)),
     )
-    chain.owner = sizes, prefix, leaf, moves  # the arrays live as long as the pointers to them
+    # The arrays live as long as the pointers to them.
+    chain.owner = sizes, prefix, leaf, moves, kept, again
     return chain
 
 

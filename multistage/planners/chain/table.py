@@ -23,9 +23,10 @@ import numpy as np
 from ... import native
 from ...support.arrays import Integers, Reals
 from .equal import EqualRows, equal_rows, inside_equal
-from .sizes import MAX_SLOTS, Sizes, chain_in_core, in_core, need_to_pass, need_to_tape
+from .sizes import MAX_SLOTS, Sizes, chain_in_core, in_core, need_to_pass, need_to_tape, way_of
 
-# (s, t, choice): stage s keeps its tape where choice == s (always where s == t),
+# (s, t, choice): stage s keeps its tape where choice == s (always where s == t), and by
+# another way w where choice == t + w (see `way_of`),
 # else state `choice` is the next one kept and s..choice-1 run forward.
 Trace: TypeAlias = list[tuple[int, int, int]]
 
@@ -38,14 +39,17 @@ def judge(true: Sizes, trace: Trace) -> tuple[float, int]:
     held, peak, seconds = 0, 0, 0.0
     waiting: list[int] = []
     for s, t, k in trace:
-        if k == s or s == t:
-            peak = max(peak, held + need_to_tape(true, s, t))
+        way = way_of(s, t, k)
+        if way is not None:
+            peak = max(peak, held + need_to_tape(true, s, t, way))
             seconds += float(true.forward_s[s]) + float(true.reverse_s[s])
+            if way:
+                seconds += float(true.ways[way - 1].again_s[s])
             if s == t:
                 seconds -= float(true.spared_s[s])
                 held = waiting.pop() if waiting else 0
             else:
-                held += int(true.tape[s])
+                held += _tape_of(true, way, s)
             continue
         for j in range(s, k):
             before = 0 if j == s else int(true.state[j])
@@ -56,6 +60,10 @@ def judge(true: Sizes, trace: Trace) -> tuple[float, int]:
         waiting.append(held)
         held += int(true.state[k])
     return seconds, min(peak, int(np.iinfo(np.int64).max))
+
+
+def _tape_of(sizes: Sizes, way: int, s: int) -> int:
+    return int((sizes.ways[way - 1] if way else sizes).tape[s])
 
 
 INFEASIBLE = -2
@@ -124,6 +132,9 @@ class Table:
         self._leaf = leaf = np.zeros(len(sizes), np.float32)
         if total > 0:
             leaf -= (work * sizes.spared_s / total).astype(np.float32)
+        self._again = np.zeros((1 + len(sizes.ways), len(sizes)), np.float32)
+        for row, kept in zip(self._again[1:], sizes.ways, strict=True):
+            row[:] = np.minimum(work * kept.again_s / (total or 1.0), _NEVER)
         self._moves = None
         if moves is not None:
             # What costs more than float32 holds is never chosen.
@@ -132,7 +143,7 @@ class Table:
         use_native = native.available() if native_kernel is None else native_kernel
         self._native = use_native
         rows = None
-        if by_length and inside_equal(sizes, leaf, self._moves):
+        if by_length and not sizes.ways and inside_equal(sizes, leaf, self._moves):
             memories = PLANE * self.calls_of(slots) if use_native else slots + 1
             rows = equal_rows(sizes, memories, tapes, self.prefix, leaf, self._moves)
         if use_native:
@@ -140,7 +151,9 @@ class Table:
         elif rows is not None:
             self._values = rows.pairs()
         else:
-            self._values = _solved_plainly(sizes, slots, tapes, self.prefix, leaf, self._moves)
+            self._values = _solved_plainly(
+                sizes, slots, tapes, self.prefix, leaf, self._moves, self._again
+            )
 
     # ------------------------------------------------------------- C kernel
 
@@ -163,7 +176,9 @@ class Table:
         known = {"baseline": 1, "avx2": 2, "avx512": 3}
         best = library.ms_chain_isa()
         isa = min(best, known.get(instructions, best))
-        self._chain = chain_in_core(self.sizes, self.prefix, self.tapes, self._leaf, self._moves)
+        self._chain = chain_in_core(
+            self.sizes, self.prefix, self.tapes, self._leaf, self._moves, self._again
+        )
         self._none = np.empty(cells, np.int32)
         library.ms_chain_none(ctypes.byref(self._chain), self._none.ctypes.data, MAX_SLOTS)
         if rows is not None:
@@ -282,11 +297,14 @@ class Table:
         trace_room = np.empty(6 * n + 6, np.int64)
         stack = np.empty(4 * n + 8, np.complex128)  # of 16 bytes, and aligned to them
         chain = in_core(true)
+        reverse_s = np.concatenate(
+            [true.reverse_s, *(true.reverse_s + w.again_s for w in true.ways)]
+        )
         native.library().ms_chain_curve(
             ctypes.byref(self._chain),
             ctypes.byref(chain),
             true.forward_s.ctypes.data,
-            true.reverse_s.ctypes.data,
+            reverse_s.ctypes.data,
             true.spared_s.ctypes.data,
             self._none.ctypes.data,
             self._table.ctypes.data,
@@ -330,22 +348,26 @@ class Table:
             trace.append((s, t, k))
             if s == t:
                 continue
-            if k == s:
-                stack.append((s + 1, t, m - int(self.sizes.tape[s])))
+            if (way := way_of(s, t, k)) is not None:
+                stack.append((s + 1, t, m - _tape_of(self.sizes, way, s)))
             else:
                 stack.append((s, k - 1, m))
                 stack.append((k, t, m - int(self.sizes.state[k])))
         return trace
 
     def choice(self, s: int, t: int, m: int) -> int:
-        """Return s for a tape, k for a checkpoint at state k, or INFEASIBLE."""
+        """Return s for a tape, t + w for one kept by way w, k for a checkpoint, or INFEASIBLE."""
         sizes, prefix = self.sizes, self.prefix
         if s == t:
             return s if m >= need_to_tape(sizes, s, s) else INFEASIBLE
         taped = best = np.float32(np.inf)
-        found = INFEASIBLE
-        if self.tapes and m >= max(need_to_tape(sizes, s, t), int(sizes.tape[s])):
-            taped = self.values(s + 1, t)[m - int(sizes.tape[s])]
+        found, kept = INFEASIBLE, s
+        for way in range(len(self._again)) if self.tapes else ():
+            tape = _tape_of(sizes, way, s)
+            if m >= max(need_to_tape(sizes, s, t, way), tape):
+                here = self.values(s + 1, t)[m - tape] + self._again[way, s]
+                if here < taped:
+                    taped, kept = here, t + way if way else s
         for k in range(s + 1, t + 1) if m >= need_to_pass(sizes, s, t) else ():
             rest = m - int(sizes.state[k])
             if rest < 0:
@@ -356,7 +378,7 @@ class Table:
             if here < np.inf and here <= best + _TIE * abs(best):
                 found = k
             best = min(best, here)
-        return s if taped < np.inf and taped <= best else found
+        return kept if taped < np.inf and taped <= best else found
 
 
 def default_threads() -> int:
@@ -371,6 +393,7 @@ def _solved_plainly(
     prefix: Reals,
     leaf: Reals,
     moves: tuple[Reals, Reals] | None,
+    again: Reals,
 ) -> dict[tuple[int, int], Reals]:
     """Return the excess of each pair of stages for memories 0..slots, as `Table` has it."""
     n, memories = len(sizes), np.arange(slots + 1)
@@ -396,10 +419,11 @@ def _solved_plainly(
                 best = np.minimum(best, excess[s, k - 1] + right)
             passes = memories >= need_to_pass(sizes, s, t)
             best = np.where(passes, best - prefix[s], np.float32(np.inf))
-            if tapes:
-                taped = shifted(s + 1, t, int(sizes.tape[s]))
+            for way in range(len(again)) if tapes else ():
+                taped = shifted(s + 1, t, _tape_of(sizes, way, s)) + again[way, s]
                 if moves is not None:
                     taped = np.minimum(taped, excess[s + 1, t] + moves[1][s])
+                fits = memories >= need_to_tape(sizes, s, t, way)
                 best = np.minimum(best, np.where(fits, taped, np.float32(np.inf)))
             excess[s, t] = best.astype(np.float32)
     return excess
