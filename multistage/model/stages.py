@@ -261,7 +261,8 @@ class StageCosts(CostModel):
     def to_dict(self) -> dict[str, object]:
         """Return the costs as plain data, with their format; read back by `from_dict`."""
         data = asdict(self)
-        return {"format": self.FORMAT, **data, "stages": list(data["stages"])}
+        stages = [{**stage, "ways": list(stage["ways"])} for stage in data["stages"]]
+        return {"format": self.FORMAT, **data, "stages": stages}
 
     @classmethod
     def _read(cls, data: dict[str, Any]) -> Self:

@@ -17,8 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import multistage.torch as mst
-from multistage.errors import ArgumentError, BudgetError, StateError
+from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError
+from multistage.torch.chains.stages import StageRunner
+from multistage.torch.measurement import measure
+from multistage.torch.measurement.traits import Remade
 from multistage.torch.tensors.meter import Meter
+from multistage.torch.tracing import remaking as tracing_remaking
 
 WIDTH = 16
 Extra = Callable[[Any, Tensor], Tensor]
@@ -222,7 +226,95 @@ class Within(Meter):
         return True
 
 
-def test_iterations_stay_within_the_limit() -> None:
+@pytest.fixture
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever can be made again is said to cost nothing: tapes are kept in part."""
+    remaking = measure.StageRun._remaking
+    monkeypatch.setattr(tracing_remaking, "_WORTH", (0.0,))
+    monkeypatch.setattr(measure.StageRun, "_remaking", lambda *a: (remaking(*a)[0], 0.0))
+
+
+def ways_of(compiled: mst.Compiled) -> int:
+    assert compiled.plan is not None
+    return sum(stage.way > 0 for stage in compiled.plan.stage_costs.stages)
+
+
+@pytest.mark.usefixtures("cheap")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["dropping", "written", "squared", "counting", "unet", "words"])
+def test_tapes_kept_in_part(name: str) -> None:
+    plain, x = MODELS[name]()
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.9)
+    found = trained(compiled, ours, x)
+    assert ways_of(compiled)
+    assert compiled.checked is not None and compiled.checked.outcome == "equal"
+    assert_equal(found, trained(plain, plain, x))
+
+
+@pytest.mark.usefixtures("cheap")
+def test_a_second_backward_by_tapes_kept_in_part() -> None:
+    plain, x = Words(), torch.randint(40, (4, 12))
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.9)
+    for call in (plain, compiled):
+        torch.manual_seed(0)
+        loss = call(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert ways_of(compiled)
+    assert_equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+    with pytest.raises(MultistageError, match="double backward"):
+        compiled(x).square().mean().backward(create_graph=True)
+
+
+@pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize("check", ["error", "off"])
+def test_what_is_made_again_is_compared(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Words(), torch.randint(40, (4, 12))
+    compiled = mst.compile(model, memory=0.9, check=check)
+    step(compiled, x)
+    assert ways_of(compiled)
+    make = Remade.make
+    monkeypatch.setattr(Remade, "make", lambda *a: {n: t + 1 for n, t in make(*a).items()})
+    if check == "off":
+        step(compiled, x)
+        return
+    with pytest.raises(StateError, match="saved other numbers"):
+        step(compiled, x)
+
+
+@pytest.mark.usefixtures("cheap")
+def test_a_way_that_gives_other_bits_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Remade.make
+    monkeypatch.setattr(Remade, "make", lambda *a: {n: t + 1 for n, t in make(*a).items()})
+    compiled = mst.compile(Words(), memory=0.9)
+    step(compiled, torch.randint(40, (4, 12)))
+    assert not ways_of(compiled)
+
+
+@pytest.mark.usefixtures("cheap")
+def test_a_stage_that_saves_other_tensors_than_measured_runs_again_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, x = Words(), torch.randint(40, (4, 12))
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.9)
+    torch.manual_seed(0)
+    losses = [step(compiled, x)]
+    assert ways_of(compiled)
+    monkeypatch.setattr(Remade, "make", None)
+    monkeypatch.setattr(StageRunner, "remake", lambda *a: None)
+    losses.append(step(compiled, x))
+    torch.manual_seed(0)
+    assert_equal(losses, [step(plain, x), step(plain, x)])
+    assert_equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("kept", ["whole", "in part"])
+def test_iterations_stay_within_the_limit(kept: str, request: pytest.FixtureRequest) -> None:
+    if kept == "in part":
+        request.getfixturevalue("cheap")
     model, x = UNet(), batch(256, WIDTH).requires_grad_()
     compiled = mst.compile(model, memory=0.8)
     step(compiled, x)

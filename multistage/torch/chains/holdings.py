@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,6 +47,8 @@ class HeldTape:
     ----------
     output : KeptState or None
         The state that the stage made, if the tape holds it.
+    is_whole : bool
+        Whether it holds all that the stage saved, and not what is made again from the rest.
     """
 
     __slots__ = (
@@ -58,6 +60,7 @@ class HeldTape:
         "_stage",
         "_tensors",
         "_versions",
+        "is_whole",
         "output",
         "state",
     )  # fmt: skip
@@ -71,6 +74,19 @@ class HeldTape:
         self._spare: KeptState | None = None
         self.state = state
         self.output: KeptState | None = None
+        self.is_whole = caught.without is None
+
+    def rest(self) -> Sequence[Tensor | None] | None:
+        """Return the tensors that it holds; None if one was written to since it was saved."""
+        pairs = zip(self._tensors, self._versions, strict=True)
+        written = any(tensor is not None and tensor._version != v for tensor, v in pairs)
+        return None if written else self._tensors
+
+    def complete(self, made: Mapping[int, Tensor]) -> None:
+        """Take the tensors that it did not hold."""
+        for number, tensor in made.items():
+            self._tensors[number], self._versions[number] = tensor, tensor._version
+        self.is_whole = True
 
     def packed(
         self,
@@ -440,6 +456,18 @@ class Holdings:
         for j in range(start, i):
             state = self._stages.advance(j, [state])
         return state
+
+    def whole_tape(self, i: int, tape: HeldTape) -> HeldTape:
+        """Return the tape of stage i with all that the stage saved."""
+        if tape.is_whole:
+            return tape
+        rest, made = tape.rest(), None
+        if rest is not None and tape.state is not None:
+            made = self._stages.remake(i, tape.state, rest)
+        if made is None:
+            return self.tape_again(i, tape)
+        tape.complete(made)
+        return tape
 
     def tape_again(self, i: int, tape: HeldTape | None) -> HeldTape:
         """Make the tape of stage i again, which is lost or used up."""

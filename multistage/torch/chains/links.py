@@ -160,7 +160,8 @@ class Links(Slots[Box, object]):
         """Run stage i, keeping its tape."""
         if self.unpack is not None:
             return self._tape_first(live, i, self.unpack)
-        if self._script.is_forward and not self._streams:
+        in_part = self._stages.traits[i].remade is not None
+        if self._script.is_forward and not (self._streams or in_part):
             return [self._stages.advance(i, live)], None  # its graph has the tape
         state = live.pop()
         assert isinstance(state, KeptState)
@@ -171,11 +172,12 @@ class Links(Slots[Box, object]):
         self, live: Box, i: int, unpack: Callable[[int, int], Tensor]
     ) -> tuple[Box, HeldTape | None]:
         """Run stage i in the forward sweep; its tape is held here if it may leave."""
-        if not self._streams:
+        if not self._streams and self._stages.traits[i].remade is None:
             return [self._stages.first(i, live)[0]], None
         state = self._holdings.at_hand(i) or KeptState.of(live[0])
         output, caught = self._stages.first(i, live, unpack, holds=True)
-        return [output], self._tape_of(i, caught, state, KeptState.of(output))
+        kept = KeptState.of(output) if self._streams else None
+        return [output], self._tape_of(i, caught, state, kept)
 
     def _tape_of(
         self, i: int, caught: Caught, state: KeptState, output: KeptState | None

@@ -209,6 +209,7 @@ class Run:
                 if tape is None:
                     tape = sweep.given = self._holdings.tape_again(i, None)
                 assert isinstance(tape, HeldTape)
+                tape = sweep.given = self._holdings.whole_tape(i, tape)
                 tape.begin()
         tape = sweep.given
         if tape.is_input(number) and (state := self._holdings.at_hand(i)) is not None:

@@ -206,8 +206,11 @@ class StageRunner:
                 return contextlib.nullcontext()
             return Saved(count.add, through=True, stage=self.traits[i].name)
         caught.places, caught.count = self._around[i].places(), count
+        if caught.holds:
+            caught.without, caught.first = self.traits[i].remade, True
         # What a tier has is run again only if it is lost.
-        if self._check != "off" and not caught.holds and not self.traits[i].fills:
+        again = not caught.holds or caught.without is not None
+        if self._check != "off" and again and not self.traits[i].fills:
             caught.digests = Digests()
         self._first[i] = caught.kinds, caught.sums
         caught.begun = nodes_made()
@@ -255,38 +258,58 @@ class StageRunner:
     def catch(self, i: int, state: KeptState, *, alone: bool) -> tuple[Caught, KeptState | None]:
         """Run stage i again; return what it saves and, unless `alone`, its output.
 
+        If `alone`, its whole tape, as its adjoint is next.
+
         Raises
         ------
         StateError
             If it saves something else than when it first ran.
         """
-        first, sums = self._first[i]
+        first, _ = self._first[i]
         stops = alone and not self.traits[i].fills
-        caught, output = self._catch(i, state, len(first) if stops else None)
+        enough = len(first) if stops else None
+        caught, output = self._catch(i, state, enough, alone=alone)
         if stops and not self._are_alike(first, caught.kinds):
             # Or it would have saved more: look at all it saves.
             del caught, output
-            caught, output = self._catch(i, state, None)
+            caught, output = self._catch(i, state, None, alone=True)
             stops = False
         if not stops and [kind[:-1] for kind in caught.kinds] != [kind[:-1] for kind in first]:
             raise StateError(
                 f"stage {self.traits[i].name} saved other tensors when it was run again than at "
                 f"first ({difference(first, caught.kinds)}); a stage must do the same every time"
             )
-        if caught.sums != sums[: len(caught.sums)]:
-            self._complain(i, caught, sums)
+        self._compare(i, enumerate(caught.sums))
         kept = None if alone else KeptState.of(output)
         TURN.moved()
         return caught, kept
 
-    def _complain(self, i: int, caught: Caught, first: Sequence[int | None]) -> None:
-        """Say that stage i saved other numbers than at first."""
-        pairs = enumerate(zip(caught.sums, first, strict=False))
-        number = next(number for number, (now, before) in pairs if now != before)
+    def remake(
+        self, i: int, state: KeptState, tape: Sequence[Tensor | None]
+    ) -> dict[int, Tensor] | None:
+        """Return what the tape of stage i does not hold, by number; None if it is not known how."""
+        remade, (kinds, _) = self.traits[i].remade, self._first[i]
+        if remade is None or [kind[:3] for kind in kinds] != remade.kinds:
+            return None
+        with torch.no_grad(), self._around[i].again():
+            made = remade.make(state.fresh(self._wants[i], False), tape)
+        if self._first[i][1]:
+            digests = Digests()
+            self._compare(i, [(n, digests.of(tensor)) for n, tensor in made.items()])
+        TURN.moved()
+        return made
+
+    def _compare(self, i: int, sums: Iterable[tuple[int, int | None]]) -> None:
+        """Compare checksums of what stage i saves, by number, with those of its first run."""
+        kinds, first = self._first[i]
+        pairs = [(number, now, first[number]) for number, now in sums]
+        number = next((n for n, now, then in pairs if now != then and None not in (now, then)), -1)
+        if number < 0:
+            return
         complain(
             self._check,
             f"stage {self.traits[i].name} saved other numbers for its gradient when it was run "
-            f"again than at first (number {number}, of shape {tuple(caught.kinds[number][0])}): "
+            f"again than at first (number {number}, of shape {tuple(kinds[number][0])}): "
             "the stage, or one that made its input again, depends on what is not seen, such as a "
             "large container, an object of an extension, a file or a clock; make that part of the "
             "state, keep it in a buffer or an attribute, or continue with check='warn'",
@@ -300,13 +323,16 @@ class StageRunner:
             return [kind[:-1] for kind in first] == [kind[:-1] for kind in again]
         return first == again
 
-    def _catch(self, i: int, state: KeptState, enough: int | None) -> tuple[Caught, object]:
+    def _catch(
+        self, i: int, state: KeptState, enough: int | None, *, alone: bool
+    ) -> tuple[Caught, object]:
         """Run stage i again up to `enough` saved tensors, to the end if None."""
         # Not with the output in it, whose graph leads here.
         around, output = self._around[i], None
         digests = Digests() if self._first[i][1] else None
         name = self.traits[i].name
         caught = Caught(name, around.places(), digests=digests, enough=enough)
+        caught.without = None if alone else self.traits[i].remade
         with (
             contextlib.suppress(Complete),
             torch.enable_grad(),

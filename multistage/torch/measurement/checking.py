@@ -42,8 +42,8 @@ from ..environment.settings import Autocast, autocast, casting_anew, determinist
 from ..environment.states import tensors_in
 from ..tensors.checksums import fingerprint
 from ..tensors.meter import Meter
-from .exploring import Call
-from .measure import Profile, bytes_held, hooks_silent
+from .exploring import Call, hooks_silent
+from .measure import Profile, bytes_held
 from .plainly import TooDear, Windowed, forgetting
 
 Check: TypeAlias = Literal["error", "warn", "off"]

@@ -6,17 +6,21 @@ Found by running each once, on a sample, and leaving all as it was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as modules_of_torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from ..environment.captured import Environment, Snapshot, exchanges_memory, generators_of
 from ..environment.copies import cloned
@@ -45,6 +49,59 @@ def fresh_copy(state: _State, *, wants: bool | None = None) -> _State:
         )
     copy: _State = pytree.tree_map(lambda x: copies.get(id(x), x), state)
     return copy
+
+
+@contextlib.contextmanager
+def hooks_silent(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run without the backward hooks of some modules."""
+    modules = list(modules)
+    own = {id(module) for module in modules}
+    tables: list[dict[Any, Any]] = [
+        table for m in modules for table in (m._backward_hooks, m._backward_pre_hooks)
+    ]
+    tables += [modules_of_torch._global_backward_hooks, modules_of_torch._global_backward_pre_hooks]
+    before = [(table, dict(table)) for table in tables if table]
+    for table, hooks in before:
+        for key, hook in hooks.items():
+            table[key] = _but_of(own, hook)
+    try:
+        yield
+    finally:
+        for table, hooks in before:
+            for key, hook in hooks.items():
+                if key in table:
+                    table[key] = hook
+
+
+def _but_of(modules: set[int], hook: Callable[..., Any]) -> Callable[..., Any]:
+    def called(module: nn.Module, *given: Any) -> Any:
+        return None if id(module) in modules else hook(module, *given)
+
+    return called
+
+
+class HooksOnTensors(TorchFunctionMode):
+    """Ignores hooks that stages set on tensors while they are profiled, in this thread.
+
+    Attributes
+    ----------
+    met : bool
+        Whether a stage has set one: else stages are timed without this mode, which takes time.
+    """
+
+    met = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is Tensor.register_hook:
+            self.met = True
+            return RemovableHandle(OrderedDict())
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

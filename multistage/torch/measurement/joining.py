@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...actions import Action, Advance, EndForward, Free, Load, Put, Reverse, Save, Tape
+from ...model.stages import StageCosts
 from ..environment.scope import Scope
 from ..environment.states import leaves_of
 from .traits import ApartError, Count, Sizes, Traits
@@ -133,6 +134,7 @@ class Running:
         stages: Calls,
         groups: Sequence[Sequence[int]],
         traits: Sequence[Traits],
+        costs: StageCosts,
         actions: Sequence[Action],
         *,
         joins: bool,
@@ -140,6 +142,10 @@ class Running:
         """Return stages, what groups of them do, and their plan's actions by their numbers."""
         found = self._found.get(joins)
         if found is None or found[0] is not actions:
+            traits = [
+                replace(trait, remade=trait.ways[stage.way - 1]) if stage.way else trait
+                for trait, stage in zip(traits, costs.stages, strict=True)
+            ]
             alone = grouped(stages, groups), traits, actions
             found = self._found[joins] = actions, stretched(*alone) if joins else alone
         return found[1]
@@ -148,9 +154,9 @@ class Running:
 def stretched(stages: Calls, traits: Sequence[Traits], actions: Sequence[Action]) -> Stretches:
     """Return stages joined where a plan never parts them, and its actions by their numbers.
 
-    Stages that need a graph to run, that differentiate, that have kernels fill what they saved,
-    or that write to the chain's input stay alone: what is kept while they run is theirs.  So do
-    all where a tier takes part.
+    Stages whose tapes are kept in part, that need a graph to run, that differentiate, that have
+    kernels fill what they saved, or that write to the chain's input stay alone: what is kept
+    while they run is theirs.  So do all where a tier takes part.
     """
     starts = _starts(traits, actions)
     if len(starts) == len(stages) or any(isinstance(action, Put) for action in actions):
@@ -181,7 +187,7 @@ def _starts(traits: Sequence[Traits], actions: Sequence[Action]) -> list[int]:
     n = len(traits)
     parted = {0, n}
     for i, t in enumerate(traits):
-        if t.graded or t.differentiates or t.unhooked or t.fills or t.changes_input:
+        if t.remade or not t.is_simple:
             parted |= {i, i + 1}
     before: tuple[type, int] | None = None  # what ran last, and where it stood when done
     now: tuple[type, int, int]

@@ -18,21 +18,17 @@ import contextlib
 import math
 import resource
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as modules_of_torch
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from ...errors import ArgumentError
-from ...model.stages import Stage, StageCosts
+from ...model.stages import Stage, StageCosts, Way
 from ..environment.captured import Environment
 from ..environment.places import Held, Place, replacing
 from ..environment.randomness import Generators
@@ -41,10 +37,18 @@ from ..environment.settings import casting_anew, leave_hooks_alone
 from ..environment.states import tensors_in
 from ..tensors.checksums import digest
 from ..tensors.meter import Meter, storages_of
-from .exploring import Call, explore, fresh_copy, has_node, untouched
+from .exploring import (
+    Call,
+    HooksOnTensors,
+    explore,
+    fresh_copy,
+    has_node,
+    hooks_silent,
+    untouched,
+)
 from .joining import grouped
 from .saved import Caught, Saved, never
-from .traits import Count, Sizes, Traits, bytes_of
+from .traits import Count, Remade, Sizes, Traits, bytes_of
 
 _LEAST_ROUNDS = 2  # of timing a stage: the first pays for what is made once
 _MOST_ROUNDS = 50
@@ -223,6 +227,44 @@ class StageRun:
         meter.ignore(tensors_in(inputs))
         meter.ignore(self._given)
         return meter
+
+    def ways(self, stage: Stage, found: Times) -> tuple[Stage, tuple[Remade, ...]]:
+        """Return the stage with other ways to keep its tape, and what these make again."""
+        trait, known = self._trait, getattr(self._call, "_multistage_ways", None)
+        if known is None or not trait.is_simple:
+            return stage, ()
+        given = stage.tape_bytes, found.forward_s
+        remade = known(self._fresh, self._device, *given, draws=bool(trait.draws))
+        ways = []
+        for each in remade:
+            made_bytes, again_s = self._remaking(each)
+            freed = min(each.nbytes, stage.tape_bytes - stage.output_bytes)
+            way = Way(
+                tape_bytes=stage.tape_bytes - freed,
+                tape_overhead_bytes=stage.tape_overhead_bytes + freed,
+                backward_overhead_bytes=freed + max(stage.backward_overhead_bytes, made_bytes),
+                again_s=again_s,
+            )
+            ways.append(way)
+        return replace(stage, ways=tuple(ways)), tuple(remade)
+
+    def _remaking(self, remade: Remade) -> tuple[int, float]:
+        """Return bytes at the peak, beside what is made, and seconds of making it again."""
+        tape: list[Tensor] = []
+        inputs = self._fresh()
+        with torch.enable_grad(), Saved(tape.append):
+            self._call(inputs)
+        with torch.no_grad():
+            with self._meter(inputs) as meter:
+                meter.ignore(tape)
+                made = remade.make(inputs, tape)
+                made_bytes = max(0, meter.peak_bytes - meter.live_bytes())
+            del made
+            make = partial(remade.make, inputs, tape)
+            seconds = min(seconds_of(make, self._device) for _ in range(_LEAST_ROUNDS))
+        if self._device.type == "cpu":  # of checksums, at first and again
+            seconds += 2 * remade.nbytes * _digest_s()
+        return made_bytes, seconds
 
     def overhead_s(self) -> float:
         """Return the seconds of a run under a plan that are not the stage's own.
@@ -490,16 +532,17 @@ def measure_stages(
             # Stages that write to their input were not run with a graph.
             met = hooks.met or traits[0].changes_input or len(groups) < len(stages)
             with hooks if ours and met else contextlib.nullcontext():
-                costs, sizes = _measure_groups(
+                costs, known = _measure_groups(
                     grouped(stages, groups), traits, sample, device, seconds, parameters
                 )
-            traits = tuple([replace(t, sizes=each) for t, each in zip(traits, sizes, strict=True)])
+            traits = tuple(known)
         elif len(costs.stages) != len(groups):
             raise ArgumentError(
                 f"costs of {len(costs.stages)} stages were given for a chain of {len(groups)} "
                 f"({', '.join(trait.name for trait in traits)})"
             )
         else:
+            costs = costs.whole
             traits = tuple([replace(trait, sizes=Sizes()) for trait in traits])
     return Profile(costs, groups, traits)
 
@@ -518,7 +561,7 @@ def _measure_groups(
     device: torch.device,
     seconds: float,
     parameters: Sequence[Tensor],
-) -> tuple[StageCosts, list[Sizes]]:
+) -> tuple[StageCosts, list[Traits]]:
     state = fresh_copy(sample)
     input_bytes = bytes_held(tensors_in(sample)) + _bytes_to_run_again(traits, device)
     wanting = {id(t): t for t in tensors_in(sample) if t.requires_grad}
@@ -527,6 +570,7 @@ def _measure_groups(
     times: dict[object, Times] = {}
     counted: list[tuple[Stage, Times, float]] = []
     sizes: list[Sizes] = []
+    remade: list[tuple[Remade, ...]] = []
     with _gradients_put_back(parameters) if collective else contextlib.nullcontext():
         for call, trait in zip(calls, traits, strict=True):
             scope = trait.scope or Scope([call])
@@ -543,7 +587,9 @@ def _measure_groups(
                     found = times.setdefault(operations, Times())
                     run.time(found, seconds / len(calls))
                 overhead_s = run.overhead_s()
+                stage, ways = run.ways(stage, found)
             counted.append((stage, found, overhead_s))
+            remade.append(ways)
             sizes.append(run.sizes)
             input_bytes += run.hidden_bytes  # from its first run to its backward
     stages = [
@@ -556,7 +602,11 @@ def _measure_groups(
         )
         for stage, found, overhead_s in counted
     ]
-    return StageCosts(tuple(stages), input_bytes, input_gradient), sizes
+    found_traits = [
+        replace(trait, sizes=each, ways=ways)
+        for trait, each, ways in zip(traits, sizes, remade, strict=True)
+    ]
+    return StageCosts(tuple(stages), input_bytes, input_gradient), found_traits
 
 
 def _bytes_to_run_again(traits: Sequence[Traits], device: torch.device) -> int:
@@ -631,56 +681,3 @@ def standing_in(scope: Scope) -> Iterator[list[Tensor]]:
     finally:
         for place, held in reversed(put):
             place.put_back(held)
-
-
-@contextlib.contextmanager
-def hooks_silent(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Run without the backward hooks of some modules."""
-    modules = list(modules)
-    own = {id(module) for module in modules}
-    tables: list[dict[Any, Any]] = [
-        table for m in modules for table in (m._backward_hooks, m._backward_pre_hooks)
-    ]
-    tables += [modules_of_torch._global_backward_hooks, modules_of_torch._global_backward_pre_hooks]
-    before = [(table, dict(table)) for table in tables if table]
-    for table, hooks in before:
-        for key, hook in hooks.items():
-            table[key] = _but_of(own, hook)
-    try:
-        yield
-    finally:
-        for table, hooks in before:
-            for key, hook in hooks.items():
-                if key in table:
-                    table[key] = hook
-
-
-def _but_of(modules: set[int], hook: Callable[..., Any]) -> Callable[..., Any]:
-    def called(module: nn.Module, *given: Any) -> Any:
-        return None if id(module) in modules else hook(module, *given)
-
-    return called
-
-
-class HooksOnTensors(TorchFunctionMode):
-    """Ignores hooks that stages set on tensors while they are profiled, in this thread.
-
-    Attributes
-    ----------
-    met : bool
-        Whether a stage has set one: else stages are timed without this mode, which takes time.
-    """
-
-    met = False
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        if func is Tensor.register_hook:
-            self.met = True
-            return RemovableHandle(OrderedDict())
-        return func(*args, **(kwargs or {}))

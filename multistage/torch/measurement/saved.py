@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tensors.checksums import Digests
-from .traits import Count
+from .traits import Count, Remade
 
 # Of a tensor that a stage saves: shape, dtype, strides, which parameter or buffer it is
 # (None: none of them), and how many nodes the stage's graph had by then.
@@ -176,6 +176,10 @@ class Caught:
         After how many the run ends.
     kinds, sums : list
         Of all of them; checksums are empty if nothing is compared.
+    without : Remade or None
+        What of the tensors is not held, nor counted as held: it is made again.
+    first : bool
+        Whether only checksums of what is not held are taken.
     parts : list of int
         Of stages run as one: how much was saved by the end of each but the last.
     """
@@ -187,6 +191,8 @@ class Caught:
     count: Count | None = None
     holds: bool = True
     enough: int | None = None
+    without: Remade | None = None
+    first: bool = False
     tape: list[Tensor | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
@@ -207,13 +213,15 @@ class Caught:
             kinds.append((tensor.shape, tensor.dtype, tensor.stride(), place, nodes))
         else:
             kinds.append((torch.Size(), tensor.dtype, (), None, nodes))
+        out = self.without is not None and self.without.leaves_out(len(kinds) - 1, tensor)
         if self.digests is not None:
             # Parameters have checksums of their own; and kernels do not fill their workspaces
             # (oneDNN's LSTM).
             skipped = place is not None or (tensor.dtype is torch.uint8 and tensor.dim() == 1)
+            skipped = skipped or (self.first and not out)
             self.sums.append(None if skipped else self.digests.of(tensor))
         if self.holds:
-            self.tape.append(itself(tensor))
+            self.tape.append(None if out else itself(tensor))
             self.versions.append(tensor._version)
         if len(kinds) == self.enough:
             raise Complete

@@ -13,7 +13,7 @@ they serve to be compared with one another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..environment.places import LEAVES
 from ..environment.scope import Scope
+from ..tensors.geometry import Geometry
 from ..tensors.meter import storages_of
 
 _MOST_KNOWN = 16  # ways to run of which the sizes are known
@@ -181,6 +182,43 @@ class Count:
             raise LargerError(self._number, "saves", most, seen)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Remade:
+    """Tensors of a stage's tape that are not kept, but made again from the others.
+
+    Attributes
+    ----------
+    kinds : list
+        Shapes, dtypes and strides of all tensors that the stage saves, with which this holds.
+    views : dict
+        By the number of each that is not kept: in which of the made tensors it lies, and where.
+    nbytes : int
+        Of what is not kept.
+    stage : nn.Module
+    function : callable
+        Takes the stage, its state and the tensors that are kept; returns what is made.
+    """
+
+    kinds: Sequence[tuple[torch.Size, torch.dtype, tuple[int, ...]]]
+    views: Mapping[int, tuple[int, Geometry]]
+    nbytes: int
+    stage: nn.Module
+    function: Callable[..., Sequence[Tensor]]
+
+    def leaves_out(self, number: int, tensor: Tensor) -> bool:
+        """Whether a tensor that the stage saves as its `number`-th is not kept."""
+        kind = tensor.shape, tensor.dtype, tensor.stride()
+        return number in self.views and self.kinds[number] == kind
+
+    def make(self, state: object, tape: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """Return the tensors that are not kept, by their numbers."""
+        made = self.function(self.stage, state, tape)
+        return {
+            number: torch.as_strided(made[place], at.size, at.stride, at.offset)
+            for number, (place, at) in self.views.items()
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class Traits:
     """What a stage does besides computing its output.
@@ -209,6 +247,10 @@ class Traits:
         What it refers to; searched for if not given.
     sizes : Sizes, optional
         What it may save and return; not looked at if not given.
+    ways : tuple of Remade
+        Other ways to keep its tape.
+    remade : Remade, optional
+        The way that a plan has chosen, if not the whole tape.
     """
 
     name: str
@@ -221,6 +263,14 @@ class Traits:
     fills: bool = False
     scope: Scope | None = None
     sizes: Sizes | None = None
+    ways: tuple[Remade, ...] = ()
+    remade: Remade | None = None
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether it may be one of several stages that run as one, its tape kept as others are."""
+        odd = self.graded or self.differentiates or self.unhooked or self.fills
+        return not (odd or self.changes_input)
 
     @classmethod
     def together(

@@ -235,12 +235,7 @@ def held_by_caller(costs: StageCosts) -> StageCosts:
     backward pass.
     """
     last = costs.stages[-1]
-    held = replace(
-        last,
-        output_bytes=0,
-        tape_bytes=last.tape_bytes - last.output_bytes,
-        gradient_bytes=last.gradient_bytes,
-    )
+    held = last.without(last.output_bytes)
     return replace(
         costs,
         stages=(*costs.stages[:-1], held),

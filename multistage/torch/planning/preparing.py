@@ -37,6 +37,7 @@ from ..environment.scope import Found
 from ..environment.turns import TURN
 from ..measurement.checking import Both, Checked, NotAlone, check_chain, room_for_tapes
 from ..measurement.measure import Profile, measure_stages
+from ..measurement.traits import Traits
 from ..measurement.watching import Seen
 from ..tensors.meter import Meter
 from ..tiers.tiered import Tiered
@@ -368,9 +369,12 @@ def _share(one: Sequence[int], other: Sequence[int], new: Sequence[int]) -> floa
 def _are_alike(one: Profile, other: Profile) -> bool:
     """Whether stages do the same, whatever it costs."""
     return one.groups == other.groups and all(
-        replace(a, sizes=None, scope=None) == replace(b, sizes=None, scope=None)
-        for a, b in zip(one.traits, other.traits, strict=True)
+        _but_measured(a) == _but_measured(b) for a, b in zip(one.traits, other.traits, strict=True)
     )
+
+
+def _but_measured(traits: Traits) -> Traits:
+    return replace(traits, sizes=None, scope=None, ways=())
 
 
 def _on_line(one: Profile, other: Profile, share: float) -> Profile:
@@ -391,11 +395,11 @@ def _on_line(one: Profile, other: Profile, share: float) -> Profile:
 
 
 def _stage(one: Stage, other: Stage, share: float) -> Stage:
-    numbers = [f.name for f in fields(Stage) if f.name != "name"]
+    numbers = [f.name for f in fields(Stage) if f.name not in ("name", "ways", "way")]
     values = {n: _value(getattr(one, n), getattr(other, n), share) for n in numbers}
     values["tape_bytes"] = max(values["tape_bytes"], values["output_bytes"])
     values["spared_s"] = min(values["spared_s"], values["forward_s"])
-    return replace(one, **values)
+    return replace(one, **values, ways=())  # which are known of the measured kinds alone
 
 
 def _value(one: _Value, other: _Value, share: float) -> _Value:

@@ -151,7 +151,7 @@ def _at_least(now: Profile, before: Profile, larger: LargerError) -> Profile:
         return now
     stages, sizes = list(now.costs.stages), [t.sizes or Sizes() for t in now.traits]
     for i, (a, b) in enumerate(zip(stages, before.costs.stages, strict=True)):
-        stages[i] = replace(a, **{n: max(getattr(a, n), getattr(b, n)) for n in _BYTES})
+        stages[i] = replace(a, **{n: max(getattr(a, n), getattr(b, n)) for n in _BYTES}, ways=())
         sizes[i] = sizes[i].both(before.traits[i].sizes or Sizes(), max)
     at, returns = larger.stage, larger.does == "returns"
     known = (sizes[at].output_bytes if returns else sizes[at].saved_bytes) or 0
@@ -232,8 +232,9 @@ def run(
         if not is_plain(planned.plan):
             refuse_hidden_draws([sequential], "the chain")
         joins = planned.running.joins and not collective
+        costs, acts = planned.plan.stage_costs, planned.plan.actions
         stages, traits, actions = planned.running.of(
-            planned.stages, profile.groups, profile.traits, planned.plan.actions, joins=joins
+            planned.stages, profile.groups, profile.traits, costs, acts, joins=joins
         )
         try:
             tier = _tier(sequential, planned.plan)

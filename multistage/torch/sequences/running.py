@@ -33,7 +33,7 @@ from ...support.interrupts import Shield
 from ...support.progress import Bars
 from ..environment.randomness import cuda_or_cpu, refuse_hidden_draws
 from ..measurement.checking import Checked, check_chain
-from ..measurement.measure import hooks_silent
+from ..measurement.exploring import hooks_silent
 from ..tensors.meter import Meter
 from ..tensors.states import TensorLayout, TensorState
 from ..tiers.by_name import open_tiers

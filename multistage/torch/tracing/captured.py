@@ -17,8 +17,10 @@ from torch import Tensor, fx, nn
 
 from ..environment.settings import Autocast
 from ..measurement.measure import Profile
+from ..measurement.traits import Remade
 from .cutting import Cut, Staying, cuts, ways_to_count
 from .observing import ENTER, GRADED, LEAVE, Observed, observe
+from .remaking import Remaking
 
 
 class GraphStage(nn.Module):
@@ -49,6 +51,7 @@ class GraphStage(nn.Module):
                 self._buffers[key] = value
             else:
                 self.__dict__[key] = value
+        self._graph = graph
         code = graph.python_code("self")
         space = dict(code.globals)
         exec(code.src, space)  # what torch.fx itself does to run a graph
@@ -62,6 +65,21 @@ class GraphStage(nn.Module):
                 self._parameters[key] = value
             else:
                 self._buffers[key] = value
+
+    def _multistage_ways(
+        self,
+        fresh: Callable[[], object],
+        device: torch.device,
+        tape_bytes: int,
+        forward_s: float,
+        *,
+        draws: bool,
+    ) -> list[Remade]:
+        """Return ways to keep its tape beside the whole of it; see `remaking`."""
+        if self._has_modes:
+            return []
+        run = Remaking(self, self._graph, fresh, device, draws=draws)
+        return run.ways(tape_bytes, forward_s)
 
     def forward(self, state: object) -> object:
         """Run the stage on a state."""
@@ -187,13 +205,7 @@ def _counted(profile: Profile, way: Staying) -> Profile:
     for group, stage in zip(profile.groups, profile.costs.stages, strict=True):
         here = way.at[group[-1]] if group[-1] < len(way.at) else 0
         here = min(here, stage.output_bytes)
-        stages.append(
-            replace(
-                stage,
-                output_bytes=stage.output_bytes - here,
-                tape_bytes=stage.tape_bytes - here,
-            )
-        )
+        stages.append(stage.without(here))
     costs = profile.costs
     input_bytes = costs.input_bytes + way.nbytes
     return replace(profile, costs=replace(costs, stages=tuple(stages), input_bytes=input_bytes))

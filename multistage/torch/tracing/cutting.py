@@ -79,7 +79,11 @@ def cuts(observed: Observed) -> list[Cut]:
     chosen: list[int] = []
     start, begun = 0, 0
     for number, place in enumerate(places):
-        single = _wanting(observed, place) == [place.node] and _possible(observed, place)
+        single = (
+            _wanting(observed, place) == [place.node]
+            and _possible(observed, place)
+            and not _written_beyond(observed, place, number, order)
+        )
         if single or number == len(places) - 1:
             within = [_PART * total, made[number] - begun]
             if within[1] > _LARGE * total and number - start >= _FEW:
