@@ -22,10 +22,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import multistage
 import multistage.backends
+from multistage.backends.streamed import StreamedStore
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -147,6 +149,30 @@ def test_files_that_a_page_names_are_there(page: str) -> None:
     }
     for named in re.findall(r"`([\w/]+\.(?:py|c|h))`", (ROOT / page).read_text()):
         assert any(f"/{file}".endswith(f"/{named}") for file in files), f"{page}: {named}"
+
+
+@pytest.mark.parametrize("call", ["put", "get"])
+def test_the_walk_of_a_state_is_the_one_it_takes(call: str, monkeypatch) -> None:
+    page = (DOCS / "explanation" / "design.md").read_text()
+    walk = re.findall(r"^\| `([\w/]+\.[cp]y?)` \|", page.partition("**One tensor")[0], re.M)
+    package, original = Path(multistage.__file__).parent, getattr(StreamedStore, call)
+    taken = set()
+
+    def noted(*args: object, **options: object) -> object:
+        files = [Path(frame.filename) for frame in reversed(inspect.stack(0))]
+        ours = [str(f.relative_to(package)) for f in files if f.is_relative_to(package)]
+        taken.add(tuple(dict.fromkeys(ours)))
+        return original(*args, **options)
+
+    monkeypatch.setattr(StreamedStore, call, noted)
+    costs = multistage.Costs(1e-3, 2e-3, state_bytes=8, tiers=(multistage.Tier("m", 1e-3, 1e-3),))
+    step, adjoint = (lambda x, i: np.sin(x)), (lambda x, a, i: np.cos(x) * a)
+    with multistage.Reversal(
+        step, adjoint, 40, memory="4 slots", tiers="memory:", costs=costs, planner="streaming"
+    ) as run:
+        run.reverse(run.forward(np.ones(1)))
+    assert taken == {tuple(walk[:-3])}
+    assert walk[-3:] == ["backends/streamed.py", "native/stream.c", "native/io.c"]
 
 
 def _conf(name: str) -> object:
