@@ -156,7 +156,7 @@ planners/test_golden.py planners/test_joint.py planners/test_joint_bound.py orac
 - w->item[gone].bytes - (q < turn ? w->item[gone].again : 0);
 + w->item[gone].bytes;
 
-planners/test_golden.py planners/test_joint.py planners/test_joint_bound.py oracles/test_joint_exact.py
+planners/test_joint_kernels.py
 - w.other[cut - 1] = first[cut - 1];
 + w.other[cut - 1] = rest[cut - 1];
 

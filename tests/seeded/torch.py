@@ -21,7 +21,7 @@ torch/test_tiers.py
 -             sweep.lost.add(~step if is_tape else step)
 +             sweep.lost.add(step)
 
-torch/test_fuzz_modules.py
+torch/test_environment.py
 - new = leaf.detach().requires_grad_(wanted)
 -                 once[id(leaf)]
 + new = leaf.detach().requires_grad_(wanted)
