@@ -165,10 +165,10 @@ def test_the_walk_of_a_state_is_the_one_it_takes(call: str, monkeypatch) -> None
         return original(*args, **options)
 
     monkeypatch.setattr(StreamedStore, call, noted)
-    costs = multistage.Costs(1e-3, 2e-3, state_bytes=8, tiers=(multistage.Tier("m", 1e-3, 1e-3),))
+    costs = multistage.Costs(1e-3, 2e-3, state_bytes=8, tiers=(multistage.Tier("m", 1e-6, 1e-6),))
     step, adjoint = (lambda x, i: np.sin(x)), (lambda x, a, i: np.cos(x) * a)
     with multistage.Reversal(
-        step, adjoint, 40, memory="4 slots", tiers="memory:", costs=costs, planner="streaming"
+        step, adjoint, 40, memory="2 slots", tiers="memory:", costs=costs, planner="h-revolve"
     ) as run:
         run.reverse(run.forward(np.ones(1)))
     assert taken == {tuple(walk[:-3])}
