@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ...actions import Action, Await, Drop, EndForward, Evict, Get, Put, Reverse, Tape
 from ...backends.memory import MemoryStore
 from ...planners.base import store_all_schedule
-from ..measurement.measure import measure_stages
+from ..environment.scope import Scope
+from ..measurement.traits import Traits
 from ..tiers.lane import ChainTier
 from .runner import Run
 
@@ -44,7 +45,7 @@ def hooks_s() -> float:
     with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng([]):
         stages = [_Small() for _ in range(_STAGES)]
         x = torch.ones(2, 4, requires_grad=True)
-        traits = measure_stages(stages, [str(k) for k in range(_STAGES)], x, seconds=0.0).traits
+        traits = [Traits(str(k), scope=Scope([stage])) for k, stage in enumerate(stages)]
         tier = ChainTier(MemoryStore(buffer_bytes=0), torch.device("cpu"), _PAGE_BYTES)
         try:
             seconds = [

@@ -216,12 +216,7 @@ class Environment:
 
     def differences(self) -> list[str]:
         """Return the names of what is different now, but for buffers said to change."""
-        skipped = {f"buffer {key!r}" for _, key in self._changing}
-        found = [
-            name
-            for name in self._found.differences()
-            if not (skipped and name.startswith("buffer") and _last_of(name) in skipped)
-        ]
+        found = self._found.differences({(id(m._buffers), key) for m, key in self._changing})
         found += [
             self._found.name_of(tensor)
             for tensor, version in zip(self._tensors, self._versions, strict=True)
@@ -362,12 +357,6 @@ def _sums_of(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
 
 _REMEDY = "it cannot be run again as it was: call backward first"
 _STATISTICS = ("running_mean", "running_var")
-
-
-def _last_of(name: str) -> str:
-    kind, _, path = name.partition(" ")
-    last = path.strip("'").rpartition(".")[2]
-    return f"{kind} {last!r}"
 
 
 def exchanges_memory() -> bool:

@@ -163,15 +163,14 @@ class Place:
                 self.owner.clear()
                 self.owner.extend(held)
 
-    def changed(self, held: Held) -> list[str]:
-        """Return the names of what it holds now and did not, or the other way round."""
+    def changed(self, held: Held) -> list[tuple[object, str]]:
+        """Return keys and names of what it holds now and did not, or the other way round."""
         now = self.read()
         if isinstance(now, dict) and isinstance(held, dict):
             keys = dict.fromkeys([*held, *now])
-            return [
-                self.key(key) for key in keys if held.get(key, ABSENT) is not now.get(key, ABSENT)
-            ]
-        return [] if is_same(now, held) else [self.name]
+            others = [k for k in keys if held.get(k, ABSENT) is not now.get(k, ABSENT)]
+            return [(key, self.key(key)) for key in others]
+        return [] if is_same(now, held) else [(None, self.name)]
 
     def key(self, key: object) -> str:
         """Return the name of an entry."""

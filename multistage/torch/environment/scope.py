@@ -21,7 +21,7 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -40,6 +40,7 @@ _numbers = itertools.count()  # of what was found
 _MOST_PLACES = 256  # beside those of modules
 _DEPTH = 6
 _OTHERS = {"torch", "numpy", "multistage", "triton", "sympy", "torchgen", "functorch", "pytest"}
+_NAMESPACES = {"Namespace", "SimpleNamespace"}
 _NOT_RUN = {"__init__", "__repr__", "extra_repr", "__getstate__", "__setstate__", "__reduce__"}
 _GLOBAL_HOOKS: Any = (
     nn.modules.module._global_forward_hooks,
@@ -149,12 +150,13 @@ class Found:
             known = self.memo["devices"] = frozenset(t.device for t in self.tensors)
         return known
 
-    def differences(self) -> list[str]:
-        """Return the names of values that are others now."""
+    def differences(self, but: Container[tuple[int, object]] = ()) -> list[str]:
+        """Return the names of values that are others now, but for some entries of dicts."""
         if self.holds():
             return []
         pairs = zip(self.places, self.held, strict=True)
-        return [name for place, held in pairs for name in place.changed(held)]
+        found = [(place, *each) for place, held in pairs for each in place.changed(held)]
+        return [name for place, key, name in found if (id(place.owner), key) not in but]
 
     def put_back(self, held: Sequence[Held] | None = None) -> None:
         """Make the places hold this again, or what is given."""
@@ -333,7 +335,7 @@ class _Walk:
                 self._class(value, depth)
             case _ if is_generator(value):
                 self.generators[id(value)] = (f"generator {name}", value)
-            case _ if not _is_others(type(value).__module__) or _is_namespace(value):
+            case _ if not _is_others(type(value).__module__) or type(value).__name__ in _NAMESPACES:
                 attributes = getattr(value, "__dict__", None)
                 if type(attributes) is dict:
                     self._hold(attributes, f"{name}.", "", depth)
@@ -502,7 +504,3 @@ def _is_others(module: str) -> bool:
     """Whether code of this module is not the user's: torch, NumPy, us, the standard library."""
     top = module.split(".", 1)[0]
     return top in _OTHERS or (top in sys.stdlib_module_names and top != "__main__")
-
-
-def _is_namespace(value: object) -> bool:
-    return type(value).__name__ in ("Namespace", "SimpleNamespace")

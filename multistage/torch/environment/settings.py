@@ -86,13 +86,15 @@ class Settings:
     @classmethod
     def capture(cls, device_types: Sequence[str]) -> Settings:
         """Return the present settings; autocast's of some device types."""
-        modes = tuple(_function_modes()) if torch._C._len_torch_function_stack() else ()
+        core = torch._C
+        modes = [core._get_function_stack_at(i) for i in range(core._len_torch_function_stack())]
+        others = [core._get_dispatch_stack_at(i) for i in range(core._len_torch_dispatch_stack())]
         return cls(
             Autocast.capture(device_types),
             tuple([flag.get() for flag in _FLAGS]),
             tuple([(type(mode), getattr(mode, "device", None)) for mode in modes]),
-            modes,
-            tuple(_operator_modes()) if torch._C._len_torch_dispatch_stack() else (),
+            tuple(modes),
+            tuple(others),
         )
 
     def differences(self, now: Settings) -> list[str]:
@@ -196,7 +198,8 @@ def _flags() -> Iterator[_Flag]:
                 setter = _unpacking(setter)
             yield _Flag(f"torch.backends' {name}", getattr(core, f"_get_{name}"), setter)
     if hasattr(core, "_get_sdp_priority_order"):
-        yield _Flag("attention's order of backends", _sdp_order, core._set_sdp_priority_order)
+        order = lambda: tuple(core._get_sdp_priority_order())  # noqa: E731
+        yield _Flag("attention's order of backends", order, core._set_sdp_priority_order)
     for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3"):
         if hasattr(core, f"_get_{name}_sdp_enabled") and hasattr(core, f"_set_sdp_use_{name}"):
             getter, setter = f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}"
@@ -237,11 +240,6 @@ def _set_deterministic(value: tuple[bool, bool, bool]) -> None:
     torch._C._set_deterministic_fill_uninitialized_memory(value[2])
 
 
-def _sdp_order() -> tuple[int, ...]:
-    order: Any = torch._C._get_sdp_priority_order()
-    return tuple(order)
-
-
 def _unpacking(setter: Callable[..., None]) -> Callable[[Any], None]:
     return lambda value: setter(*value) if isinstance(value, tuple) else setter(value)
 
@@ -254,14 +252,6 @@ def _set_flags(wanted: Sequence[object]) -> None:
         # Read again: setting one may have set another.
         if flag.get() != value:
             flag.set(value)
-
-
-def _function_modes() -> list[TorchFunctionMode]:
-    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
-
-
-def _operator_modes() -> list[TorchDispatchMode]:
-    return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
 
 
 def _set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:

@@ -121,7 +121,7 @@ class Limited:
         """Return the stages that are no modules; see `Scope`."""
         return [c for c in self.calls if not isinstance(c, (str, nn.Module))]
 
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self) -> tuple[None, dict[str, object]]:
         # Profiles point at modules and at devices: a copy profiles again.
         state = {f.name: getattr(self, f.name) for f in fields(self)}
         empty: dict[str, object] = {
@@ -133,11 +133,7 @@ class Limited:
             "facts": None,
             "watch": Watch(),
         }
-        return {**state, **empty}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        return None, {**state, **empty}  # as of a class with slots
 
 
 class LimitedModule(nn.Module):
