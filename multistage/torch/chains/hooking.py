@@ -12,9 +12,8 @@ from ...actions import Action, Await, Drop, EndForward, Evict, Get, Put, Reverse
 from ...backends.memory import MemoryStore
 from ...planners.base import store_all_schedule
 from ..environment.scope import Scope
-from ..measurement.traits import Traits
 from ..tiers.lane import ChainTier
-from .runner import Run
+from .runner import Run, Traits
 
 _STAGES = 4
 _PAGE_BYTES = 4096
