@@ -84,7 +84,7 @@ def test_a_report_counts_refused_states() -> None:
 
 def test_a_report_counts_moves_of_a_cascade() -> None:
     report = a_report("memory:16KiB?buffers=0 > memory:?buffers=0", "interval")
-    assert re.search(r"memory>memory: [1-9]\d* extents moved down, \d+ brought up", str(report))
+    assert re.search(r"memory>memory: [1-9]\d* states moved down, \d+ brought up", str(report))
 
 
 def test_seen_costs_are_means_of_what_happened() -> None:

@@ -1,412 +1,95 @@
-"""One tier made of two: what the upper has no room for moves on to the lower.
+"""One tier made of two stores: what the upper has no room for moves on to the lower.
 
-Whole extents move, not states: a lower level that takes long per request gets
-few large ones, and the checksum made when an extent was first written is the
-one its last read is verified with, whatever way it went meanwhile.
+Each state is put into the upper store.  The oldest move down, since they are needed last; when the
+reverse sweep frees room above, the youngest of those below come up again, so that the lower
+store works all the time and is waited for little.
 
-The oldest extents go down, since they are needed last; when the reverse sweep
-frees room above, the youngest of those below come up again, so that the lower
-level works all the time and is waited for little.
-
-The two levels are one medium (`Levels`): the store writes to the upper one and
-reads wherever an extent is, and a lane moves extents down and up, one at a time.
+The computing thread alone calls the two stores, whose own threads move the bytes: each call of the
+cascade takes a few moves further.  A state is read where it came from until it has been written
+where it goes; only then is its first copy dropped.
 
 What a fault does:
 
 ============================  ================================================
-the upper level fills up      what it holds then is its capacity from now on
-a move down fails             the extent stays above; after some in a row
-                              nothing more is taken down, and the store is full
-                              when the upper level is
-a move up fails               the extent stays below and is read from there;
-                              after some in a row none comes up ahead of time
-reading it to move it fails   the checkpoints in that extent are lost
+the upper store fills up      what it holds then is its capacity from now on
+a move down fails             the state stays above; after some in a row
+                              nothing more is taken down, and the cascade is
+                              full when the upper store is
+a move up fails               the state stays below and is read from there
+reading it to move it fails   the state is lost
 ============================  ================================================
-
-The writer thread writes to the upper level only.  The reader reads wherever an
-extent is.  The computing thread says which extents are not needed any more.  Where an
-extent is, and who is at it, is changed under one lock; bytes move without it, and each level
-is written by one thread at a time and read by one at a time.
-
-* A read of an extent that is being moved waits for the move, and reads it where
-  it is then.  What is being read is not moved.
-* An extent freed while it is being moved gives its room back when that is over.
-  Its number may mean another extent by then: a move knows it as an object.
-* A large extent comes in pieces.  The last one begun may not be whole yet, so
-  it is not moved until the next is begun.
-* The writer waits for room above if a move can still make some.  Meanwhile
-  the store's queue fills and it refuses, as any slow tier does.
 """
 
 from __future__ import annotations
 
-import errno
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeGuard
+from typing import cast
 
 from ..errors import ArgumentError, StoreError
 from ..states.layout import Array, Layout
-from ..support.interrupts import Shield
-from ..support.waiting import Monitor
-from .arena import PAGE, pages, round_up
-from .base import Store, require_distinct
-from .lanes import Lane
-from .medium import Medium, Room, is_full
+from ..support.interrupts import Shield, whole
+from .arena import round_up
+from .base import BaseStore, CheckpointLost, Store, StoreStats, TransferRecord, require_distinct
+from .lifetimes import Hold
+from .medium import warn_full
 from .streamed import StreamedStore
 
-_FAILURES = 3  # in a row, then nothing more is moved that way
-_SPARE_PART = 4  # extents go down from when less than this part is free: writes seldom wait
+_FAILURES = 3  # in a row, then nothing more is moved down
+_SPARE_PART = 4  # states go down from when less than this part is free: writes seldom wait
+_MOVES = 2  # that are under way at a time
+_AT_ONCE = 4  # moves that one call may begin
+_LONG_S = 60.0  # of one wait for a move
 
 
-class Place:
-    """Where one extent is: its numbers in the levels, -1 in one that it is not in.
-
-    It is lost if it is in neither.
-    """
-
-    __slots__ = ("above", "below", "gone", "moving", "nbytes", "readers", "stays")
-
-    def __init__(self, above: int, nbytes: int) -> None:
-        self.above, self.below = above, -1
-        self.nbytes = nbytes
-        self.moving = False
-        self.readers = 0
-        self.gone = False  # freed while it was moved
-        self.stays = False  # not to be brought up: that failed, or it was read from below
-
-
-class Level:
-    """A medium, its room, and the right to write to and read from it.
-
-    Parameters
-    ----------
-    medium : Medium
-    most_bytes : int or None
-    largest_bytes : int
-        Of an extent.
-    """
-
-    def __init__(self, medium: Medium, most_bytes: int | None, largest_bytes: int) -> None:
-        self.medium = medium
-        self.room = Room(most_bytes)
-        self.reading, self.writing = threading.Lock(), threading.Lock()
-        self.failures = 0  # of moves to here, in a row
-        self._largest_bytes = largest_bytes
-
-    @property
-    def spare(self) -> int:
-        """How many bytes should be left: those of the largest extents, of one at least."""
-        part = (self.room.most_bytes or 0) // self._largest_bytes // _SPARE_PART
-        return max(1, part) * self._largest_bytes
-
-    @property
-    def works(self) -> bool:
-        """Whether extents can still be moved here, as far as the last moves have shown."""
-        return self.failures < _FAILURES
-
-    def give(self, number: int) -> None:
-        """Take the room of an extent back."""
-        self.room.give(number)
-        self.medium.free(number)
-
-    def give_after(self, number: int, error: Exception) -> None:
-        """Take room back that could not be written to; none if the level is full."""
-        if is_full(error):
-            self.room.close()
-        else:
-            self.give(number)
-
-
-class Levels:
-    """The two levels as one medium.
+@dataclass(eq=False, slots=True)
+class State:
+    """One state, and which store has it: neither once it is lost.
 
     Attributes
     ----------
-    sunk, risen, failed : int
-        Extents taken down, brought up, and moves that failed.
+    number : int
+        Of it in both stores: its key, unless one that had it before is still being moved.
+    target : Store or None
+        Where it moves to.
+    sent : bool
+        Whether that store has been given it.
+    stays : bool
+        Not to be moved: it was asked for, or could not be brought up.
+    gone : bool
+        Dropped; its copies are once its move has ended.
     """
 
-    def __init__(
-        self,
-        upper: Medium,
-        lower: Medium,
-        upper_bytes: int,
-        lower_bytes: int | None,
-        extent_bytes: int,
-    ) -> None:
-        self.sunk = self.risen = self.failed = 0
-        self._upper = Level(upper, upper_bytes, extent_bytes)
-        self._lower = Level(lower, lower_bytes, extent_bytes)
-        self._extent_bytes = extent_bytes
-        self._buffer = pages(extent_bytes)
-        self._places: dict[int, Place] = {}
-        self._above: OrderedDict[Place, None] = OrderedDict()  # the oldest first
-        self._below: OrderedDict[Place, None] = OrderedDict()
-        self._latest: Place | None = None  # perhaps still being written
-        self._short = 0  # bytes above that the writer waits for
-        self._rising = False  # nothing was written since the last read
-        self._moving = self._closing = False
-        self._changes = Monitor()
-        self._lock = self._changes.lock
-        self._lane: Lane[Callable[[], None]] = Lane("multistage-mover")
-        self._lane.start(lambda move: move())
-
-    def moves(self) -> str:
-        """Return a sentence on what was moved."""
-        said = f"{self.sunk} extents moved down, {self.risen} brought up again"
-        return f"{said}, {self.failed} moves failed" if self.failed else said
-
-    # ------------------------------------------------------ the store's threads
-
-    def begin(self, slot: int, nbytes: int) -> None:
-        """Find room above; wait for it as long as extents go down."""
-        while True:
-            with self._lock:
-                self._forget(slot)  # a cascade above gives a number again that it wrote in vain
-                self._latest, self._rising = None, False
-                self._short = 0 if self._upper.room.fits(nbytes) else nbytes
-                self._changed()
-            self._changes.wait_for(lambda: self._settled(slot, nbytes))
-            place = self._places.get(slot)
-            if place is None:
-                raise OSError(errno.ENOSPC, "the upper level is full, the lower takes no more")
-            try:
-                with self._upper.writing:
-                    self._upper.medium.begin(place.above, nbytes)
-            except OSError as error:
-                self._filled(slot, error)
-            else:
-                return
-
-    def write(self, slot: int, offset: int, data: Array) -> None:
-        """Write a part of an extent above; where that is full, find room once more."""
-        while True:
-            place = self._places[slot]
-            try:
-                with self._upper.writing:
-                    self._upper.medium.write(place.above, offset, data)
-            except OSError as error:
-                self._filled(slot, error)
-                if offset:
-                    # Its first pieces went with its room.  The next extent
-                    # finds room where another goes down.
-                    raise OSError(errno.EIO, f"the upper level is full: {error}") from error
-                self.begin(slot, place.nbytes)
-            else:
-                return
-
-    def _filled(self, slot: int, error: OSError) -> None:
-        """Note that the upper level is full; raise any other error."""
-        if not is_full(error):
-            raise error
-        with self._lock:
-            place = self._places.pop(slot)
-            self._above.pop(place, None)
-            self._upper.give_after(place.above, error)
-
-    def _settled(self, slot: int, nbytes: int) -> bool:
-        """Give an extent a place above; False while room may still be made.  Holds the lock."""
-        room = self._upper.room
-        if not room.fits(nbytes) and self._can_sink():
-            return False
-        self._short = 0
-        if room.fits(nbytes):
-            place = self._latest = self._places[slot] = Place(room.take(nbytes), nbytes)
-            self._above[place] = None
-            self._changed()  # so much less may be too little
-        return True
-
-    def read(self, slot: int, data: Array) -> None:
-        """Read an extent from the level it is in."""
-        place = self._changes.wait_for(lambda: self._claimed(slot))
-        assert place is not None
-        above = place.above >= 0
-        level, at = (self._upper, place.above) if above else (self._lower, place.below)
-        try:
-            with level.reading:
-                level.medium.read(at, data)
-        finally:
-            with self._lock:
-                place.readers -= 1
-                self._rising = True
-                self._changed()
-
-    def _claimed(self, slot: int) -> Place | None:
-        """Return the place of an extent, which stays there; None while it is moved.
-
-        Holds the lock.
-        """
-        place = self._places.get(slot)
-        if place is None:
-            raise OSError(errno.EIO, f"extent {slot} was never written")
-        if place.moving:
-            return None
-        if place.above < 0 and place.below < 0:
-            raise OSError(errno.EIO, "it could not be read to be moved to the lower level")
-        place.readers += 1
-        if place.above < 0:
-            # It was needed before it came up, and is most likely dropped next: to bring
-            # it up now would read it a second time.
-            place.stays = True
-        return place
-
-    def free(self, slot: int) -> None:
-        """Forget an extent that no thread of the store is at.  Never blocks for long."""
-        with Shield(up=True), self._lock:  # a move that is noted is queued
-            self._forget(slot)
-            self._changed()
-
-    def _forget(self, slot: int) -> None:
-        """Free an extent, now or when it is no longer moved.  Holds the lock."""
-        place = self._places.pop(slot, None)
-        if place is None:
-            return
-        if place is self._latest:
-            self._latest = None
-        if place.moving:
-            place.gone = True
-        else:
-            self._release(place)
-
-    def _release(self, place: Place) -> None:
-        """Give back the room of an extent.  Holds the lock."""
-        if self._above.pop(place, place) is None:
-            self._upper.give(place.above)
-        if self._below.pop(place, place) is None:
-            self._lower.give(place.below)
-        place.above = place.below = -1
-
-    def close(self) -> None:
-        """Let the move in flight end, and close both levels."""
-        with self._lock:
-            self._closing = True
-        self._lane.end()
-        self._lane.join()
-        try:
-            self._upper.medium.close()
-        finally:
-            self._lower.medium.close()
-
-    # --------------------------------------------------------------- moves
-
-    def _can_sink(self) -> bool:
-        """Whether room above may still be made.  Holds the lock.
-
-        What is on its way, up too, takes room in both levels until it has
-        arrived: with both full, what it left is the room for another.
-        """
-        return self._moving or self._sinking(self._above) is not None
-
-    def _sinking(self, places: Iterable[Place]) -> Place | None:
-        """Return the first that can go down; None if there is none.  Holds the lock."""
-        if not self._lower.works:
-            return None
-        fits, latest = self._lower.room.fits, self._latest
-        return next((each for each in places if each is not latest and fits(each.nbytes)), None)
-
-    def _following(self) -> Place | None:
-        """Return the extent to move now.  Holds the lock."""
-        upper = self._upper
-        left = upper.room.left
-        if (self._short or not self._rising) and left < max(self._short, upper.spare):
-            place = self._sinking(each for each in self._above if not each.readers)
-            if place is not None:
-                return place
-        if self._rising and upper.works:
-            for place in reversed(self._below):
-                if not place.readers and not place.stays:
-                    # Room for another is left, for what is written next.
-                    return place if left >= place.nbytes + self._extent_bytes else None
-        return None
-
-    def _changed(self) -> None:
-        """Let all who wait look again, and begin a move if there is one.  Holds the lock."""
-        self._changes.notify_all()
-        place = None if self._moving or self._closing else self._following()
-        if place is not None:
-            self._moving = place.moving = True
-            target = self._lower if place.above >= 0 else self._upper
-            self._lane.put(partial(self._move, place, target.room.take(place.nbytes)))
-
-    def settled(self, timeout_s: float) -> bool:
-        """Wait until there is nothing to be moved, at most so long; return whether that is so."""
-        return self._changes.wait_for(
-            lambda: not self._moving and self._following() is None, timeout_s
-        )
-
-    def _move(self, place: Place, number: int) -> None:
-        """Read an extent from its level, write it to the other by a number taken there."""
-        sinks = place.above >= 0
-        source, target = (self._upper, self._lower) if sinks else (self._lower, self._upper)
-        was_read, failure = False, None
-        try:
-            if place.nbytes > len(self._buffer):  # of many small arrays, each at 64 bytes
-                self._buffer = pages(place.nbytes)
-            data = self._buffer[: place.nbytes]
-            with source.reading:
-                source.medium.read(max(place.above, place.below), data)
-            was_read = True
-            with target.writing:
-                target.medium.begin(number, place.nbytes)
-                target.medium.write(number, 0, data)
-        except Exception as error:  # whatever it is: states are lost, not runs
-            failure = error.with_traceback(None)  # whose frames refer to extents
-        with self._lock:
-            self._moving = place.moving = False
-            if failure is None:
-                self._arrived(place, number, sinks)
-            else:
-                self.failed += 1
-                if was_read:
-                    target.failures += 1
-                    target.give_after(number, failure)
-                else:
-                    target.give(number)
-                    place.stays = True
-                    if sinks:
-                        self._release(place)  # it is lost
-            if place.gone:
-                self._release(place)
-            self._changed()
-
-    def _arrived(self, place: Place, number: int, sinks: bool) -> None:
-        """Enter where an extent is that was moved.  Holds the lock."""
-        self._release(place)  # where it came from
-        if sinks:
-            self.sunk, self._lower.failures = self.sunk + 1, 0
-            place.below = number
-            self._below[place] = None
-        else:
-            self.risen, self._upper.failures = self.risen + 1, 0
-            place.above = number
-            self._above[place] = None
-            self._above.move_to_end(place, last=False)  # older than all that never sank
+    key: int
+    number: int
+    nbytes: int
+    above: bool = True
+    below: bool = False
+    target: Store | None = None
+    sent: bool = False
+    stays: bool = False
+    gone: bool = False
 
 
-def is_level(store: object) -> TypeGuard[StreamedStore]:
-    """Whether a store can be a level of a cascade: one of memory, files or objects."""
-    return isinstance(store, StreamedStore)
-
-
-class CascadeStore(StreamedStore):
+class CascadeStore(BaseStore):
     """Checkpoints in one store, and beyond its capacity in a second one below it.
 
     Parameters
     ----------
-    upper : StreamedStore
+    upper : Store
         Takes every state first: memory, a NUMA node, files.  Its capacity must
         be given.  Closed, and not used elsewhere.
-    lower : StreamedStore
+    lower : Store
         Takes the oldest states when the upper fills: files, a remote store,
         or another cascade.
 
     Raises
     ------
     ArgumentError
-        If the upper has no capacity, or a level is no such store.
+        If the upper has no capacity, or a level loses information.
     StoreError
         From `open`, if a level cannot be used.
 
@@ -425,121 +108,473 @@ class CascadeStore(StreamedStore):
     >>> store.close()
     """
 
-    def __init__(self, upper: StreamedStore, lower: StreamedStore) -> None:
+    _alike = True  # both levels take and return the same kind of arrays
+    _kept_free = 0  # states there should be room for above; 0: a part of them
+
+    def __init__(self, upper: Store, lower: Store) -> None:
         for what, level in (("upper", upper), ("lower", lower)):
-            if not is_level(level):
-                raise ArgumentError(
-                    f"the {what} level of a cascade is a {type(level).__name__}; it must be a "
-                    "store of memory, files or objects"
-                )
             if not level.exact:
                 raise ArgumentError(
-                    f"the {what} level {level.name!r} of a cascade loses information, and the "
-                    "states stored there would not be known; compress it by blosc"
+                    f"the {what} level {level.name!r} of a cascade loses information, and more "
+                    "each time that a state moves; compress it by blosc"
                 )
         if upper.capacity_bytes is None:
             raise ArgumentError(
                 f"the upper level {upper.name!r} of a cascade needs a capacity, as in "
                 "file:///scratch?capacity=10GiB; what is beyond it moves on to the lower"
             )
+        self._join(upper, lower)
+
+    def _join(self, upper: Store, lower: Store) -> None:
         require_distinct([upper, lower], "the levels of a cascade")
-        below = lower.capacity_bytes
-        super().__init__(
-            f"{upper.name}>{lower.name}",
-            capacity_bytes=None if below is None else upper.capacity_bytes + below,
-            buffer_bytes=max(upper._buffer_bytes, lower._buffer_bytes),
-            queue_depth=upper.queue_depth,
-            extent_bytes=max(upper._most_extent_bytes, lower._most_extent_bytes),
-            chunk_bytes=max(upper._chunk_bytes, lower._chunk_bytes),
-        )
-        self._levels = (upper, lower)
-        self._cascade: Levels | None = None
-        self._lent: list[StreamedStore] = []  # levels that are ours now
+        self._upper, self._lower = self._both = upper, lower
+        self.name = f"{upper.name}>{lower.name}"
+        self.exact = lower.exact
+        self.queue_depth = upper.queue_depth
+        above, below = upper.capacity_bytes, lower.capacity_bytes
+        self.capacity_bytes = None if above is None or below is None else above + below
+        self.stats = StoreStats()
+        self._hold = Hold(self.name)
+        self._opened: list[Store] = []
+        self._told: deque[TransferRecord] = deque(maxlen=100_000)
+        self._sunk = self._risen = self._failed = 0
+
+    # ------------------------------------------------------------------ what it is
 
     @property
-    def levels(self) -> tuple[StreamedStore, StreamedStore]:
+    def transfers(self) -> deque[TransferRecord]:
+        """Finished transfers of the upper store, and reads of the lower one."""
+        for level in self._both:
+            while level.transfers:
+                record = level.transfers.popleft()
+                if level is self._upper or record.kind == "read":
+                    self._told.append(record)
+        return self._told
+
+    @property
+    def levels(self) -> Sequence[Store]:
         """The upper store and the lower."""
-        return self._levels
+        return self._both
 
     def parts(self) -> Sequence[Store]:
         """Return this store, its levels, and what those are built on."""
-        return [self, *(part for level in self._levels for part in level.parts())]
-
-    def _per_extent(self, layout: Layout) -> int:
-        count = super()._per_extent(layout)
-        for level in self._levels:
-            if level.capacity_bytes is not None:  # room for some extents in each
-                count = min(count, level.capacity_bytes // 4 // layout.nbytes)
-        return count if count >= 4 else 1
-
-    def _extent_bytes_for(self, layout: Layout) -> int:
-        return round_up(self._per_extent(layout) * layout.nbytes)
-
-    def buffer_bytes(self, layout: Layout) -> int:
-        """Return the bytes of I/O buffers, those of the levels and of the mover counted."""
-        below = max(level.buffer_bytes(layout) for level in self._levels)
-        return max(super().buffer_bytes(layout), below) + self._extent_bytes_for(layout)
-
-    def capacity_states(self, layout: Layout) -> int | None:
-        """Return how many states both levels hold together, None if unbounded."""
-        extent_bytes = self._extent_bytes_for(layout)
-        nbytes = _room(self, extent_bytes)
-        return None if nbytes is None else nbytes // extent_bytes * self._per_extent(layout)
+        return [cast(Store, self), *(part for level in self._both for part in level.parts())]
 
     def check(self) -> None:
         """Raise StoreError if a level cannot be used."""
-        for level in self._levels:
+        for level in self._both:
             level.check()
 
     def notes(self) -> list[str]:
         """Return what moved between the levels, and what the levels say."""
-        found = [note for level in self._levels for note in level.notes()]
-        if self._cascade is not None:
-            found.insert(0, self._cascade.moves())
-        return found
+        said = f"{self._sunk} states moved down, {self._risen} brought up again"
+        if self._failed:
+            said += f", {self._failed} moves failed"
+        return [said, *(note for level in self._both for note in level.notes())]
 
-    def medium(self, layout: Layout, extent_bytes: int) -> Medium:
-        """Open both levels as one medium."""
-        unit = PAGE if layout.varied else extent_bytes
-        upper, lower = (_room(level, unit) for level in self._levels)
-        assert upper is not None
-        if upper < extent_bytes:
+    def buffer_bytes(self, layout: Layout) -> int:
+        """Return the bytes of I/O buffers, those of the levels and of moves counted."""
+        moving = _MOVES * round_up(layout.nbytes)
+        return sum(level.buffer_bytes(layout) for level in self._both) + moving
+
+    def capacity_states(self, layout: Layout) -> int | None:
+        """Return how many states both levels hold together, None if unbounded."""
+        above, below = (level.capacity_states(layout) for level in self._both)
+        if above is None or below is None:
+            return None
+        together = self._together(layout)
+        return above + below // together * together
+
+    def _together(self, layout: Layout) -> int:
+        """Return how many states above share room, which is free once none is left there."""
+        upper = self._upper
+        return upper.per_extent(layout) if isinstance(upper, StreamedStore) else 1
+
+    # -------------------------------------------------------------------- its life
+
+    def open(self, layout: Layout) -> None:
+        """Open both levels.
+
+        Raises
+        ------
+        StoreError
+            If a level cannot be used, it or the cascade is open, or no state fits above.
+        """
+        whole(partial(self._open, layout), self.close)
+
+    def _open(self, layout: Layout) -> None:
+        self._hold.take()
+        try:
+            self._require_room(layout)
+            self._upper.queue_depth = self.queue_depth
+            self._most = self._upper.capacity_states(layout)
+            self._room = self._together(layout)
+            self._spare = self._kept_free or max(1, (self._most or 0) // _SPARE_PART)
+            self._most_states = None if layout.varied else self.capacity_states(layout)
+            self.stats = StoreStats()
+            self._told.clear()
+            self._states: dict[int, State] = {}
+            self._above: OrderedDict[State, None] = OrderedDict()  # the oldest first
+            self._below: OrderedDict[State, None] = OrderedDict()
+            self._moves: list[State] = []
+            self._sunk = self._risen = self._failed = 0
+            self._ended = self._failures = 0  # moves, well or not; moves down that failed in a row
+            self._is_full = False  # the lower store, as far as the last move down has shown
+            self._short = False  # a state found no room, which moves will make
+            self._rising = False  # nothing was put since the last read
+            self._warned = False
+            self._others = itertools.count(-1, -1)
+            for level in self._both:
+                if isinstance(level, StreamedStore):
+                    level.warns = False  # that it is full: the cascade is not
+                level.open(layout)
+                self._opened.append(level)
+        except BaseException:
+            self.close()
+            raise
+
+    def _require_room(self, layout: Layout) -> None:
+        if self._upper.capacity_states(layout) == 0:
             raise StoreError(
                 f"tier {self.name!r}: the capacity of its upper level, "
-                f"{self._levels[0].capacity_bytes} bytes < {extent_bytes} bytes of one state; "
-                "raise it, or name the lower level alone"
+                f"{self._upper.capacity_bytes} bytes < {round_up(layout.nbytes)} bytes of one "
+                "state; raise it, or name the lower level alone"
             )
-        if lower is not None:  # in whole extents of each, or pages
-            self.capacity_bytes = upper + lower
-        opened: list[Medium] = []
+
+    def close(self) -> None:
+        """Close both levels.  May be called twice."""
+        with Shield(up=True):
+            if self._hold.taken:
+                failure: Exception | None = None
+                while self._opened:
+                    try:
+                        self._opened[-1].close()
+                    except Exception as error:  # the rest is given back all the same
+                        failure = failure or error
+                    self._opened.pop()
+                self._hold.give_back()
+                if failure is not None:
+                    raise failure
+
+    # ---------------------------------------------------------------------- writes
+
+    def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
+        """Queue the write of one state above; see `Store.put`."""
+        self._hold.check()
+        self._rising = False
+        self._go_on()
+        with Shield(up=True):
+            self._drop(key)
+            number = key if all(key != each.number for each in self._moves) else next(self._others)
+            nbytes = sum(array.nbytes for array in arrays)
+            # Known before it is put: where Ctrl-C comes in between it is lost.
+            state = self._states[key] = State(key, number, nbytes)
         try:
-            for level in self._levels:
-                opened.append(level.lend(layout, extent_bytes))
-                self._lent.append(level)
-            self._cascade = Levels(opened[0], opened[1], upper, lower, extent_bytes)
-        except BaseException as error:
-            for medium in opened:
-                medium.close()
-            self._give_back()
-            if isinstance(error, RuntimeError):  # no thread
-                raise StoreError(
-                    f"tier {self.name!r} cannot be used: {error}; it needs a thread between its "
-                    "levels, and two more"
-                ) from error
+            accepted = self._placed(state, arrays, block)
+        except BaseException:
+            with Shield(up=True):
+                self._drop(key)
             raise
-        return self._cascade
+        with Shield(up=True):
+            if not accepted:
+                del self._states[key]
+                self.stats.refused += 1
+                return False
+            (self._above if state.above else self._below)[state] = None
+            stats = self.stats
+            stats.writes += 1
+            stats.bytes_written += nbytes
+            stats.stored_bytes += nbytes
+            stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
+        self._go_on()
+        return True
 
-    def _give_back(self) -> None:
-        self._cascade = None
-        while self._lent:
-            self._lent[-1].close()  # not open itself, but a folder may be made for its medium
-            self._lent.pop()
+    def _placed(self, state: State, arrays: Sequence[Array], block: bool) -> bool:
+        """Put a state above; as long as that is full, wait for moves down if it may block."""
+        self._short = False
+        if self._most_states is not None and len(self._states) > self._most_states:
+            return self._refused()
+        while not self._upper.put(state.number, arrays, block=block):
+            if self._upper.waits():
+                return False
+            before = self._ended
+            with Shield(up=True):
+                self._advance(pressed=True)
+            if self._ended > before:
+                continue
+            if not self._moves:
+                # Below at once: what was dropped above is still being read there.
+                if not (self._alike and self._takes()):
+                    return self._refused()
+                state.above, state.below = False, True
+                return self._lower.put(state.number, arrays, block=block) or self._refused()
+            if not block:
+                self._short = True
+                return False
+            self._wait_for_move()
+        return True
 
+    def _refused(self) -> bool:
+        self.stats.refused_full += 1
+        if not self._warned:
+            self._warned = True
+            capacity = self.capacity_bytes
+            used = f"its capacity of {capacity} bytes is used"
+            warn_full(f"tier {self.name!r}", used if capacity else "both levels are full")
+        return False
 
-def _room(store: StreamedStore, extent_bytes: int) -> int | None:
-    """Return how many bytes a store holds in whole extents, None if unbounded."""
-    if isinstance(store, CascadeStore):
-        upper, lower = (_room(level, extent_bytes) for level in store._levels)
-        return None if upper is None or lower is None else upper + lower
-    capacity = store.capacity_bytes
-    return None if capacity is None else capacity // extent_bytes * extent_bytes
+    def wait_written(self, key: int) -> bool:
+        """Block until the arrays of `key` are not read any more; False if they are lost."""
+        self._hold.check()
+        state = self._states.get(key)
+        if state is None:
+            return False
+        written = (state.above and self._upper.wait_written(state.number)) or (
+            state.below and self._lower.wait_written(state.number)
+        )
+        if not written:
+            self._lose(state)
+        return written
+
+    def _lose(self, state: State) -> None:
+        with Shield(up=True):
+            self.stats.lost += 1
+            self._drop(state.key)
+
+    def cancel(self, key: int) -> None:
+        """Give up the write of a state; see `Store.cancel`."""
+        self._hold.check()
+        state = self._states.get(key)
+        if state is not None:
+            self._level(state).cancel(state.number)
+
+    def ended(self, key: int, timeout_s: float) -> bool:
+        """Wait for a write, no longer than so many seconds; see `Store.ended`."""
+        self._hold.check()
+        state = self._states.get(key)
+        return state is None or self._level(state).ended(state.number, timeout_s)
+
+    def waits(self) -> bool:
+        """Whether a `put` with `block` would wait now."""
+        self._hold.check()
+        self._go_on()
+        is_full = self._short or (self._most is not None and len(self._above) >= self._most)
+        return self._upper.waits() or (is_full and bool(self._moves))
+
+    def _level(self, state: State) -> Store:
+        """Return the store that a state is read from."""
+        return self._upper if state.above else self._lower
+
+    # ----------------------------------------------------------------------- reads
+
+    def prefetch(self, key: int) -> None:
+        """Queue a read of `key` in the store that has it."""
+        self._hold.check()
+        self._rising = True
+        state = self._states.get(key)
+        if state is not None:
+            state.stays = True
+            if state.target is self._upper and not state.sent:
+                with Shield(up=True):
+                    self._end_move(state)  # it is most likely dropped next
+            self._level(state).prefetch(state.number)
+
+    def arrived(self, key: int, timeout_s: float) -> bool:
+        """Wait for a read, no longer than so many seconds; see `Store.arrived`."""
+        self.prefetch(key)
+        state = self._states.get(key)
+        return state is None or self._level(state).arrived(state.number, timeout_s)
+
+    def get(self, key: int) -> list[Array]:
+        """Block until the read of `key` is done; return its arrays.  Raises CheckpointLost."""
+        self.prefetch(key)
+        self._go_on()
+        state = self._states.get(key)
+        if state is None:
+            raise CheckpointLost(f"tier {self.name!r} has no checkpoint {key}")
+        try:
+            arrays = self._read(state)
+        except CheckpointLost:
+            self._lose(state)
+            raise
+        state.stays = not state.above
+        self.stats.reads += 1
+        self.stats.bytes_read += state.nbytes
+        return arrays
+
+    def _read(self, state: State) -> list[Array]:
+        if state.above:
+            try:
+                return self._upper.get(state.number)
+            except CheckpointLost:
+                if not state.below:  # it was being brought up
+                    raise
+        elif not state.below:
+            raise CheckpointLost("it could not be read to be moved to the lower level")
+        return self._from_below(self._lower.get(state.number))
+
+    def drop(self, key: int) -> None:
+        """Free the copies of `key`.  Unknown keys are ignored."""
+        self._hold.check()
+        if key in self._states:
+            with Shield(up=True):
+                self._drop(key)
+
+    def _drop(self, key: int) -> None:
+        state = self._states.pop(key, None)
+        if state is None:
+            return
+        state.gone = True
+        if self._above.pop(state, state) is None or self._below.pop(state, state) is None:
+            self.stats.stored_bytes -= state.nbytes
+        if state.target is None:
+            self._free(state)
+        elif state.sent:
+            state.target.cancel(state.number)
+
+    def _free(self, state: State) -> None:
+        """Drop the copies of a state that is gone."""
+        self._upper.drop(state.number)
+        if state.below:
+            self._lower.drop(state.number)
+            self._is_full = False
+
+    # ----------------------------------------------------------------------- moves
+
+    def _go_on(self) -> None:
+        """Take moves further where there are any."""
+        if self._moves or self._next(False):
+            with Shield(up=True):
+                self._advance()
+
+    def _advance(self, *, pressed: bool = False) -> None:
+        """Take moves further, and begin others; one down at least where room is `pressed` for."""
+        for state in tuple(self._moves):
+            self._further(state)
+        pressed = pressed and all(each.target is self._upper for each in self._moves)
+        for _ in range(_AT_ONCE):
+            found = self._next(pressed) if len(self._moves) < _MOVES else None
+            if found is None:
+                return
+            found.target = self._lower if found.above else self._upper
+            self._moves.append(found)
+            self._further(found)
+            pressed = False
+
+    def _next(self, pressed: bool) -> State | None:
+        """Return the state to move now."""
+        left = 1 << 62
+        if self._most is not None:
+            ways = [each.target for each in self._moves if not each.gone]
+            left = self._most - len(self._above) + ways.count(self._lower) - ways.count(self._upper)
+        movable: Iterable[State]
+        if pressed or (left < self._spare and not self._rising):
+            movable = self._above if self._takes() else ()
+        elif self._rising and left > self._room and self._alike:
+            movable = reversed(self._below)
+        else:
+            return None
+        return next((each for each in movable if not (each.target or each.stays)), None)
+
+    def _takes(self) -> bool:
+        """Whether the lower store takes states, as far as the last ones have shown."""
+        return self._failures < _FAILURES and not self._is_full
+
+    def _further(self, state: State, *, block: bool = False) -> None:
+        """Take a move as far as it goes, without waiting unless it may block."""
+        assert state.target is not None
+        target, down = state.target, state.target is self._lower
+        try:
+            if not (state.sent or self._send(state, target, block)):
+                return
+            if not target.ended(state.number, 0.0):
+                return
+            written = target.wait_written(state.number)
+        except CheckpointLost:  # as it was read
+            state.above, state.stays, written = False, True, False
+        except Exception:  # whatever a store raises: the state stays where it is
+            written = False
+            self._failures += down
+        else:
+            self._failures = 0 if written else self._failures + (down and not state.gone)
+        if written:
+            self._moved(state, down)
+        elif not state.gone:
+            self._failed += 1
+            if not down:
+                state.above, state.stays = False, True
+        self._end_move(state)
+
+    def _send(self, state: State, target: Store, block: bool) -> bool:
+        """Give a state to the store it moves to, once it was read; return whether that has it."""
+        down = target is self._lower
+        if not self._readable(state, 0.0):
+            return False
+        if not state.gone:
+            if target.waits() and not block:
+                return False
+            arrays = self._from_above(state) if down else self._lower.get(state.number)
+            if arrays is None:
+                return False
+            state.sent = True  # first: the store is at it
+            if target.put(state.number, arrays, block=block):
+                state.above = True  # from now on, or below again if that fails
+                return True
+            self._is_full = self._is_full or (down and not target.waits())
+            state.stays = state.stays or not down
+        self._end_move(state)
+        return False
+
+    def _moved(self, state: State, down: bool) -> None:
+        """Note that a state was written where it moved to."""
+        if down:
+            self._sunk += 1
+            self._is_full = False  # or it was busy
+            state.below = True
+            if state.stays and not state.gone:  # it was asked for meanwhile
+                state.below = False
+                self._lower.drop(state.number)
+            elif not state.gone:
+                state.above = False
+                self._upper.drop(state.number)
+                self._above.pop(state)
+                self._below[state] = None
+        elif not state.gone:
+            self._risen += 1
+            state.below = False
+            self._lower.drop(state.number)
+            self._is_full = False
+            self._below.pop(state)
+            self._above[state] = None
+            self._above.move_to_end(state, last=False)  # older than all that never went down
+
+    def _end_move(self, state: State) -> None:
+        self._moves.remove(state)
+        self._ended += 1
+        state.target, state.sent = None, False
+        if state.gone:
+            self._free(state)
+
+    def _wait_for_move(self) -> None:
+        """Wait until a move may go on."""
+        state = next((each for each in self._moves if each.sent), self._moves[0])
+        if state.sent and state.target is not None:
+            state.target.ended(state.number, _LONG_S)
+        elif self._readable(state, _LONG_S):
+            with Shield(up=True):
+                self._further(state, block=True)
+
+    # What pinned memory does another way.
+
+    def _readable(self, state: State, timeout_s: float) -> bool:
+        """Wait for the arrays of a state that moves, at most so long; whether they are there."""
+        source = self._upper if state.target is self._lower else self._lower
+        return source.arrived(state.number, timeout_s)
+
+    def _from_above(self, state: State) -> list[Array] | None:
+        """Return the arrays of a state above, for the store below; None if not there yet."""
+        return self._upper.get(state.number)
+
+    def _from_below(self, arrays: list[Array]) -> list[Array]:
+        """Return arrays from the store below as the upper one returns them."""
+        return arrays

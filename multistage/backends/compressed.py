@@ -26,7 +26,6 @@ from ..states.layout import Array, Layout, Leaf
 from . import codecs
 from .arena import pages, round_up
 from .base import Store
-from .cascade import CascadeStore
 from .medium import Medium
 from .streamed import StreamedStore
 
@@ -74,9 +73,7 @@ class CompressedStore(StreamedStore):
     ) -> None:
         if scheme not in get_args(Scheme):
             raise ArgumentError(f"compress={scheme!r} must be one of {', '.join(get_args(Scheme))}")
-        if isinstance(store, CascadeStore | CompressedStore) or not isinstance(
-            store, StreamedStore
-        ):
+        if isinstance(store, CompressedStore) or not isinstance(store, StreamedStore):
             raise ArgumentError(
                 f"a {type(store).__name__} cannot be compressed; compress the levels of a cascade"
             )
@@ -123,7 +120,7 @@ class CompressedStore(StreamedStore):
     def buffer_bytes(self, layout: Layout) -> int:
         """Return the bytes of I/O buffers, those of compressed bytes counted."""
         inner = max(super().buffer_bytes(layout), self.store.buffer_bytes(layout))
-        extent = round_up(self._per_extent(layout) * layout.nbytes)
+        extent = round_up(self.per_extent(layout) * layout.nbytes)
         # One extent as it is read, and one piece as the codec returns it and in pages.
         return inner + extent + 2 * min(extent, self._piece_bytes)
 
@@ -333,24 +330,21 @@ class _Compressed:
         self._inner.free(slot)
 
     def write(self, slot: int, offset: int, data: Array) -> None:
-        # More than a piece where a cascade moves an extent down.
-        for start in range(offset, offset + len(data), len(self._out)):
-            part = data[start - offset :][: len(self._out)]
-            before = self._pieces[slot] if start else ()
-            at = before[-1].at + round_up(before[-1].stored_bytes) if before else 0
-            payload = self._codec.encode(part)
-            encoded = payload is not None and round_up(len(payload)) < len(part)
-            # Not of the buffer: behind zfp no other checksum would see that it was changed.
-            content = np.frombuffer(payload, np.uint8) if encoded and payload else part
-            checksum = xxhash.xxh3_64_intdigest(content.data)
-            if encoded:
-                self._out[: len(content)] = content
-            whole = self._out[: round_up(len(content))] if encoded else part
-            piece = _Piece(start, start + len(part), at, len(content), checksum, encoded)
-            self._pieces[slot] = (*before, piece)
-            self._inner.write(slot, at, whole)
-            self._raw_bytes += len(part)
-            self._stored_bytes += len(whole)
+        before = self._pieces[slot] if offset else ()
+        at = before[-1].at + round_up(before[-1].stored_bytes) if before else 0
+        payload = self._codec.encode(data)
+        encoded = payload is not None and round_up(len(payload)) < len(data)
+        # Not of the buffer: behind zfp no other checksum would see that it was changed.
+        content = np.frombuffer(payload, np.uint8) if encoded and payload else data
+        checksum = xxhash.xxh3_64_intdigest(content.data)
+        if encoded:
+            self._out[: len(content)] = content
+        whole = self._out[: round_up(len(content))] if encoded else data
+        piece = _Piece(offset, offset + len(data), at, len(content), checksum, encoded)
+        self._pieces[slot] = (*before, piece)
+        self._inner.write(slot, at, whole)
+        self._raw_bytes += len(data)
+        self._stored_bytes += len(whole)
 
     def read(self, slot: int, data: Array) -> None:
         pieces = [piece for piece in self._pieces.get(slot, ()) if piece.start < len(data)]

@@ -54,8 +54,10 @@ class DirectFile:
 
     def __init__(self, folder: Path, most_bytes: int | None = None, *, direct: bool = True) -> None:
         self._most_bytes, self.folder = most_bytes, str(folder)
-        self._pages = PagePool(None if most_bytes is None else most_bytes // PAGE)
-        self.runs: dict[int, list[tuple[int, int]]] = {}  # the pages of each extent
+        self._most_pages = None if most_bytes is None else most_bytes // PAGE
+        self._free: list[tuple[int, int]] = []  # first page, pages; ascending, none adjacent
+        self._end = 0  # from this page on none was taken
+        self._runs: dict[int, list[tuple[int, int]]] = {}  # the pages of each extent
         self._gone: deque[int] = deque()  # freed, but for the writing thread to note
         self._allocated = 0
         flag = getattr(os, "O_DIRECT", 0) if direct else 0
@@ -93,24 +95,47 @@ class DirectFile:
 
     def begin(self, slot: int, nbytes: int) -> None:
         while self._gone:
-            self._pages.give(self.runs.pop(self._gone.popleft(), ()))
-        self._pages.give(self.runs.pop(slot, ()))
-        runs = self._pages.take(nbytes // PAGE)
-        if runs is None:
+            self._give(self._runs.pop(self._gone.popleft(), ()))
+        self._give(self._runs.pop(slot, ()))
+        self._runs[slot] = self._take(nbytes // PAGE)
+
+    def _take(self, count: int) -> list[tuple[int, int]]:
+        """Return runs of pages, the first free ones before those that were never taken."""
+        runs: list[tuple[int, int]] = []
+        while count and self._free:
+            first, length = self._free.pop(0)
+            if length > count:
+                self._free.insert(0, (first + count, length - count))
+            runs.append((first, min(length, count)))
+            count -= runs[-1][1]
+        if count and self._most_pages is not None and self._end + count > self._most_pages:
+            self._give(runs)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.runs[slot] = runs
+        if count:
+            runs.append((self._end, count))
+            self._end += count
+        return runs
+
+    def _give(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Give pages back."""
+        free = self._free
+        for first, length in runs:
+            at = bisect(free, (first, 0))
+            if at < len(free) and free[at][0] == first + length:
+                length += free.pop(at)[1]
+            if at and sum(free[at - 1]) == first:
+                at -= 1
+                first, before = free.pop(at)
+                length += before
+            free.insert(at, (first, length))
 
     def free(self, slot: int) -> None:
         self._gone.append(slot)
 
-    def filled(self) -> None:
-        """Take no pages any more that were never written: the disk is full."""
-        self._pages.close()
-
     def _places(self, slot: int, offset: int, data: Array) -> Iterator[tuple[int, memoryview]]:
         """Yield where in the file the parts of an extent from `offset` on lie."""
         view = memoryview(data)  # type: ignore[arg-type]
-        for first, length in self.runs[slot]:
+        for first, length in self._runs[slot]:
             if offset < length * PAGE and view:
                 part = view[: length * PAGE - offset]
                 yield first * PAGE + offset, part
@@ -131,7 +156,7 @@ class DirectFile:
                     view = view[done:]
             except OSError as error:
                 if is_full(error):
-                    self.filled()
+                    self._most_pages = self._end  # what it holds now is its capacity
                 raise
 
     def _grow(self, end: int) -> None:
@@ -154,7 +179,7 @@ class DirectFile:
             return
 
     def read(self, slot: int, data: Array) -> None:
-        if slot not in self.runs:
+        if slot not in self._runs:
             raise OSError(errno.EIO, f"extent {slot} was never written")
         for position, view in self._places(slot, 0, data):
             while view:
@@ -176,85 +201,6 @@ class DirectFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-class PagePool:
-    """The pages of a file, taken and given back in runs.
-
-    Parameters
-    ----------
-    most : int or None
-        How many there are; None if unbounded.
-
-    Examples
-    --------
-    >>> pool = PagePool(6)
-    >>> pool.take(2), pool.take(1), pool.take(2), pool.take(2)
-    ([(0, 2)], [(2, 1)], [(3, 2)], None)
-    >>> pool.give([(0, 2)]); pool.give([(3, 2)])
-    >>> pool.take(5)
-    [(3, 3), (0, 2)]
-    """
-
-    def __init__(self, most: int | None) -> None:
-        self._most = most
-        self._free: list[tuple[int, int]] = []  # first page, pages; ascending, none adjacent
-        self._end = self._written = 0  # from here on none is taken, and none ever was
-
-    def close(self) -> None:
-        """Say that the file is full: no page is taken any more that never was."""
-        self._most = self._written
-
-    def take(self, count: int) -> list[tuple[int, int]] | None:
-        """Return the first page and the length of each run; None if too few pages are free.
-
-        One run if any is long enough, the shortest such; else the longest first.
-        """
-        if not count:
-            return []
-        left = None if self._most is None else self._most - self._end
-        fitting = [run for run in self._free if run[1] >= count]
-        if fitting:
-            return [self._cut(min(fitting, key=lambda run: run[1]), count)]
-        if left is None or left >= count:
-            return [self._grown(count)]
-        if left + sum(length for _, length in self._free) < count:
-            return None
-        taken = []
-        for run in sorted([*self._free, (self._end, left)], key=lambda run: -run[1]):
-            length = min(count, run[1])
-            if length:
-                taken.append(self._grown(length) if run[0] == self._end else self._cut(run, length))
-            count -= length
-        return taken
-
-    def _cut(self, run: tuple[int, int], count: int) -> tuple[int, int]:
-        """Take pages from the beginning of a free run."""
-        (first, length), at = run, self._free.index(run)
-        self._free[at : at + 1] = [(first + count, length - count)] if length > count else []
-        return first, count
-
-    def _grown(self, count: int) -> tuple[int, int]:
-        """Take pages from the end."""
-        self._end += count
-        self._written = max(self._written, self._end)
-        return self._end - count, count
-
-    def give(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Give pages back."""
-        free = self._free
-        for first, length in runs:
-            start, stop = first, first + length
-            at = bisect(free, (start, 0))
-            if at < len(free) and free[at][0] == stop:
-                stop += free.pop(at)[1]
-            if at and sum(free[at - 1]) == start:
-                at -= 1
-                start = free.pop(at)[0]
-            if stop == self._end:
-                self._end = start
-            else:
-                free.insert(at, (start, stop - start))
 
 
 def _takes_pages(fd: int) -> bool:

@@ -1,4 +1,4 @@
-"""A thread that does what is queued, in order: the lanes of stores, of cascades and of chains."""
+"""A thread that does what is queued, in order: the lanes of stores and of chains."""
 
 from __future__ import annotations
 

@@ -90,10 +90,11 @@ class Room:
     Examples
     --------
     >>> room = Room(300)
-    >>> room.take(100), room.take(150), room.left, room.fits(100)
-    (0, 1, 50, False)
-    >>> room.give(0), room.take(60), room.left
-    (100, 0, 90)
+    >>> room.take(100), room.take(150), room.fits(50), room.fits(100)
+    (0, 1, True, False)
+    >>> room.give(0)
+    >>> room.take(60)
+    0
     """
 
     __slots__ = ("_free", "_held", "_next", "_peak", "_taken", "closed", "most_bytes")
@@ -104,11 +105,6 @@ class Room:
         self._free: list[int] = []
         self._next = self._taken = self._peak = 0
         self.closed = False
-
-    @property
-    def left(self) -> int:
-        """How many bytes can be taken; many if unbounded."""
-        return (1 << 62 if self.most_bytes is None else self.most_bytes) - self._taken
 
     def fits(self, nbytes: int) -> bool:
         """Whether so many bytes can be taken."""
@@ -125,12 +121,10 @@ class Room:
         self._peak = max(self._peak, self._taken)
         return number
 
-    def give(self, number: int) -> int:
-        """Give a number back; return how many bytes it had."""
-        nbytes = self._held.pop(number)
-        self._taken -= nbytes
+    def give(self, number: int) -> None:
+        """Give a number back."""
+        self._taken -= self._held.pop(number)
         self._free.append(number)
-        return nbytes
 
     def close(self) -> None:
         """Say that the place is full."""

@@ -46,6 +46,8 @@ class Setup:
         Memory that large states leave through.
     verify : bool
         Whether what is read must have the checksum of what was written.
+    warns : bool
+        Whether to warn once it is full.
     stats, transfers
         Of the store.
     """
@@ -58,6 +60,7 @@ class Setup:
     depth: int
     bounce_bytes: int
     verify: bool
+    warns: bool
     stats: StoreStats
     transfers: deque[TransferRecord]
 
@@ -109,7 +112,7 @@ class PlainStream:
         self._writes: Lane[_Record] = Lane("multistage-writer")
         self._reads: Lane[_Read] = Lane("multistage-reader")
         self._pool = landing_pool(round_up(setup.layout.nbytes))
-        self._warned = False
+        self._warned = not setup.warns
 
     def start(self) -> None:
         """Allocate buffers and start the threads."""

@@ -123,10 +123,11 @@ class StreamedStore(BaseStore):
         # Of a medium that is a file, whose bytes the C core's own threads move.
         self._hooks: tuple[Hook | None, Hook | None] | None = None
         self._hold = Hold(name)
+        self.warns = True  # when it is full
 
     # ------------------------------------------------------------------- life
 
-    def _per_extent(self, layout: Layout) -> int:
+    def per_extent(self, layout: Layout) -> int:
         """Return how many states share an extent, 1 for large ones."""
         if layout.varied or not has_streams():
             return 1
@@ -140,7 +141,7 @@ class StreamedStore(BaseStore):
 
     def buffer_bytes(self, layout: Layout) -> int:
         """Return the bytes of I/O buffers held for such states, idle ones included."""
-        count = self._per_extent(layout)
+        count = self.per_extent(layout)
         if count > 1:
             return 2 * whole_huge(BUFFERS * round_up(count * layout.nbytes))
         return whole_huge(self._bounce_bytes(layout)) + landing_bytes(round_up(layout.nbytes))
@@ -153,7 +154,7 @@ class StreamedStore(BaseStore):
         """Return how many states of `layout` fit on the medium, None if unbounded."""
         if self.capacity_bytes is None:
             return None
-        count = self._per_extent(layout)
+        count = self.per_extent(layout)
         return self.capacity_bytes // round_up(count * layout.nbytes) * count
 
     def medium(self, layout: Layout, extent_bytes: int) -> Medium:
@@ -178,7 +179,7 @@ class StreamedStore(BaseStore):
 
     def _new_stream(self, layout: Layout) -> Stream | PlainStream:
         """Return what moves states to and from a fresh medium."""
-        count = self._per_extent(layout)
+        count = self.per_extent(layout)
         medium = self.medium(layout, round_up(count * layout.nbytes))
         setup = Setup(
             self.name,
@@ -189,6 +190,7 @@ class StreamedStore(BaseStore):
             self.queue_depth,
             self._bounce_bytes(layout),
             self.exact,
+            self.warns,
             self.stats,
             self.transfers,
         )
@@ -362,7 +364,7 @@ class Stream:
         self._handle = ctypes.c_void_p()
         self._view, self._record = native.StreamView(), native.StreamRecord()
         self._lanes: list[Lane[int]] = []
-        self._warned = False  # that there is no more room
+        self._warned = not setup.warns  # that there is no more room
         self._next = 1
         self._kept: dict[int, object] = {}  # arrays of writes by number, until they have ended
         self._landings: dict[int, tuple[int, Array]] = {}  # of large states by key

@@ -200,15 +200,14 @@ def engines_of(tier: TierName) -> list[TierName]:
     return [tier]
 
 
-def _cascade(tier: str) -> CascadeStore:
+def _cascade(tier: str) -> Store:
     names = [name.strip() for name in tier.split(">")]
     if not all(names):
         raise ArgumentError(f"tier {told(tier)} must name a tier on both sides of '>'")
-    levels = [_store(name) for name in names]
-    found = levels.pop()
-    while levels:
-        found = CascadeStore(levels.pop(), found)
-    assert isinstance(found, CascadeStore)
+    *upper, lower = [_store(name) for name in names]
+    found: Store = lower
+    for level in reversed(upper):
+        found = CascadeStore(level, found)
     return found
 
 

@@ -186,7 +186,7 @@ def test_damaged_files_are_never_believed(tmp_path: Path, buffer_bytes: int) -> 
     # Wait for all writes: a read comes behind them.
     written = [store.get(key)[0].tolist() == (STATE + key).tolist() for key in (0, 19)]
     assert written == [True, True]
-    in_extents = store._per_extent(LAYOUT) > 1
+    in_extents = store.per_extent(LAYOUT) > 1
     keys, at = ([4, 5, 6, 7], 32768) if in_extents else ([1], 8192)  # in the second extent
     (file,) = files_of(tmp_path)
     with file.open("r+b", buffering=0) as harmed:

@@ -242,7 +242,7 @@ def test_small_states_take_the_buffers_they_say(shape: tuple[int, ...]) -> None:
     """By tracemalloc, besides pages: a view for each of 65 535 places took 14 MiB."""
     store, state = MemoryStore(), {"x": np.zeros(shape), "y": np.zeros(1, np.int8)}
     layout = Layout.of(state)
-    count = 3 * store._per_extent(layout)
+    count = 3 * store.per_extent(layout)
     arrays = layout.arrays(state)
     store.open(layout)
     store.put(0, arrays, block=True)

@@ -80,18 +80,16 @@ backends/test_compressed.py
 + if error > 10 * self._tolerance:
 
 backends/test_contract.py
-- self.capacity_bytes = upper + lower
-+ self.capacity_bytes = upper
+- return above + below // together * together
++ return above + below + 1
 
 backends/test_cascade.py
--         if place.moving:
--             return None
--         if place.above < 0 and place.below < 0:
-+         if place.above < 0 and place.below < 0:
+- movable = self._above if self._takes() else ()
++ movable = reversed(self._above) if self._takes() else ()
 
 backends/test_cascade.py
-- self._above.move_to_end(place, last=False)
-+ self._above.move_to_end(place)
+- self._above.move_to_end(state, last=False)
++ self._above.move_to_end(state)
 
 backends/test_cancelled.py
 - ms_io_cancel(&e->write);

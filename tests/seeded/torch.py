@@ -6,8 +6,8 @@ from seeded.mutant import faults
 
 FAULTS = faults("""
 torch/test_pinned.py
-- state = self._order[0]
-+ state = self._order[-1]
+- number = key if all(key != each.number for each in self._moves) else next(self._others)
++ number = key
 
 torch/test_pinned.py
 - slot, places, written, sources)

@@ -24,7 +24,7 @@ from multistage.backends import FileStore, Store
 from multistage.errors import StateError
 from multistage.states.layout import Layout
 from multistage.torch.tensors.streams import CudaStreams, Event, Lane
-from multistage.torch.tiers.pinned import PinnedStore
+from multistage.torch.tiers.pinned import PinnedCascade, PinnedStore
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,7 +94,8 @@ def _wrong(
 ) -> int:
     """Return how many states come back wrong, of `count` that went out."""
     streams = BusyStreams(slow, chance, seed, ignored)
-    store = PinnedStore(capacity, DEVICE, below, streams)
+    pinned = PinnedStore(capacity, DEVICE, streams)
+    store: Any = pinned if below is None else PinnedCascade(pinned, below)
     store.open(Layout.of((np.broadcast_to(np.uint8(0), (BYTES,)),)))
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
     ways = random.Random(seed)
@@ -175,7 +176,7 @@ def test_the_timeline_has_the_copies_themselves() -> None:
     """Not when the host asked for them or noticed: each is behind a sleep, and short itself."""
     streams = BusyStreams(("out", "in"), 1.0, 0, None)
     near = 1e-3 + streams._unsure_s
-    store = PinnedStore(None, DEVICE, None, streams)
+    store = PinnedStore(None, DEVICE, streams)
     store.open(Layout.of((np.broadcast_to(np.uint8(0), (BYTES,)),)))
     try:
         for _ in range(2):  # in fresh memory, then in used

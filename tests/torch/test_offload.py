@@ -22,7 +22,7 @@ from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, MultistageError
 from multistage.torch.offload import SavedTensors
 from multistage.torch.tensors.meter import Meter
-from multistage.torch.tiers.pinned import PinnedStore
+from multistage.torch.tiers.pinned import PinnedCascade, PinnedStore
 
 
 class Block(nn.Module):
@@ -203,7 +203,7 @@ class Collecting(Ram):
         super().write(slot, offset, data)
 
 
-class Closing(PinnedStore):
+class Closing(PinnedCascade):
     """Tells when it has been closed."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -218,7 +218,8 @@ class Closing(PinnedStore):
 def test_a_graph_that_dies_in_a_thread_of_the_store() -> None:
     """Which cannot wait for its own end; the store is free again all the same."""
     below = Collecting(9)  # 48 pages and 40 slots: the sweep needs 8 writes, and 3 make room ahead
-    store = Closing(40 << 20, torch.device("cpu"), StreamedStore("below", lambda: below))
+    pinned = PinnedStore(40 << 20, torch.device("cpu"))
+    store = Closing(pinned, StreamedStore("below", lambda: below))
     x = torch.randn(1 << 20, device="cpu", requires_grad=True)
     gc.collect()
     gc.disable()

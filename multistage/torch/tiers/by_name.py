@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from ...backends.base import Store
-from ...backends.cascade import CascadeStore, is_level
+from ...backends.cascade import CascadeStore
 from ...backends.memory import MemoryStore
 from ...backends.urls import TierName, open_store, told
 from ...errors import ArgumentError
 from ...support.units import parse_bytes
-from .pinned import PinnedStore
+from .pinned import PinnedCascade, PinnedStore
 
 # Pinned memory between a CUDA device and a tier that knows host memory only.
 _BETWEEN_BYTES = 256 << 20
@@ -64,10 +64,9 @@ def open_tiers(
     below = open_store(found[0]) if found else None
     if pinned and varied and below is None:
         return MemoryStore(capacity)
-    if pinned and varied and capacity is not None and is_level(below) and below.exact:
+    if pinned and varied and below is not None and below.exact and capacity is not None:
         return CascadeStore(MemoryStore(capacity), below)
-    if pinned:
-        return PinnedStore(capacity, device, below).as_store()
-    if device.type == "cuda":
-        return PinnedStore(_BETWEEN_BYTES, device, below).as_store()
-    return below
+    if not (pinned or device.type == "cuda"):
+        return below
+    upper = PinnedStore(capacity if pinned else _BETWEEN_BYTES, device)
+    return upper.as_store() if below is None else PinnedCascade(upper, below)

@@ -1,13 +1,9 @@
 """`PinnedStore`: states in pinned host memory, copied by streams of their own.
 
 On a machine without a CUDA device the same code runs on threads and plain
-memory.  With a store below, the oldest states, which are needed last, move on
-to it when few slots are left, and are read from there.
-
-The computing thread alone calls the store below, whose writes and reads are made by threads
-of that store: what has ended is noticed at the next call.  A state keeps its slot
-until the store below has written it.  What is read from below passes through a free slot, or
-through other memory if there is none: no read waits for a slot.
+memory.  `PinnedCascade` has a store below it, which the oldest states move on to and are read from.
+A state keeps its slot until that store has written it.  What is read from below passes through a
+free slot, or through other memory if there is none: no read waits for a slot.
 
 Why each reuse of memory is safe.  A *slot* is a piece of pinned memory; `out`
 copies into it, `in` copies out of it.
@@ -38,13 +34,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...backends.base import BaseStore, CheckpointLost, Store, StoreStats, TransferRecord
+from ...backends.cascade import CascadeStore, State
 from ...backends.lifetimes import Hold
 from ...errors import ArgumentError, BudgetError, StoreError
 from ...states.layout import ALIGN, Array, Layout
@@ -56,7 +53,6 @@ _log = logging.getLogger(__name__)
 SPARE = 3  # slots kept free for the next states, where a store below takes the oldest
 _BLOCK_BYTES = 64 << 20  # most pinned memory that is taken at once
 _FIRST_SLOTS = 64
-_LONG_S = 60.0  # of one wait for the store below
 
 
 def growth(size: int, capacity: int | None, *, rounded: bool) -> Iterator[int]:
@@ -117,25 +113,17 @@ class _State:
     """Where one state is."""
 
     key: int
-    number: int  # in the store below: the key may be put again while a write there goes on
-    slot: Slot | None
+    slot: Slot
     places: Sequence[tuple[int, int]]  # of its tensors in a slot: where they begin, and their bytes
     written: Event  # of its `out` copy
     sources: list[Tensor]  # of that copy, until it is known done
-    sinking: bool = False  # the store below writes it
-    below: bool = False  # the store below has it
     lost: str = ""
-    gone: bool = False  # dropped
     landing: list[Tensor] = field(default_factory=list)
     landed: Event | None = None
 
-    def lines(self, memory: Tensor) -> list[Tensor]:
-        """Return the parts of some memory in which its tensors lie."""
-        return [memory[at : at + nbytes] for at, nbytes in self.places]
-
 
 class PinnedStore(BaseStore):
-    """States in pinned host memory, and beyond it in another store.
+    """States in pinned host memory.
 
     Parameters
     ----------
@@ -143,8 +131,6 @@ class PinnedStore(BaseStore):
         Most pinned memory it takes; None if unbounded.
     device : torch.device
         Where the states come from.
-    below : Store, optional
-        Takes the oldest states when the memory is used.
     streams : Streams, optional
         In place of the device's.
 
@@ -160,20 +146,17 @@ class PinnedStore(BaseStore):
         self,
         capacity_bytes: int | None,
         device: torch.device,
-        below: Store | None = None,
         streams: Streams | None = None,
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
             raise ArgumentError(f"capacity_bytes={capacity_bytes} must not be negative")
-        self.name = "pinned" if below is None else f"pinned+{below.name}"
+        self.name = "pinned"
         self.capacity_bytes = capacity_bytes
-        self.exact = below is None or below.exact
         self.stats = StoreStats()
         self._told: deque[TransferRecord] = deque(maxlen=100_000)
         self._device = the_device(device)
         self._rounded = self._device.type == "cuda"
-        self._below, self._given = below, streams
-        self._below_open = False
+        self._given = streams
         self._hold = Hold(self.name)
         self._opened: Streams | None = None
 
@@ -193,19 +176,6 @@ class PinnedStore(BaseStore):
         """
         return cast(Store, self)
 
-    def parts(self) -> Sequence[Store]:
-        """Return this store, the store below, and what that is built on."""
-        return [self.as_store(), *(() if self._below is None else self._below.parts())]
-
-    def check(self) -> None:
-        """Raise StoreError if the store below cannot be used."""
-        if self._below is not None:
-            self._below.check()
-
-    def notes(self) -> list[str]:
-        """Return what a report should say of the store below."""
-        return [] if self._below is None else self._below.notes()
-
     def buffer_bytes(self, layout: Layout) -> int:
         """Return 0: what it takes is a memory of its own; but for what is read ahead."""
         return 4 * layout.nbytes if layout.varied else 0
@@ -216,12 +186,8 @@ class PinnedStore(BaseStore):
         return sum(growth(nbytes, capacity, rounded=self._rounded))
 
     def capacity_states(self, layout: Layout) -> int | None:
-        """Return how many states fit, the store below counted."""
-        slots = self._slots(layout.nbytes, self.capacity_bytes)
-        if slots is None or self._below is None:
-            return slots
-        below = self._below.capacity_states(layout)
-        return None if below is None else slots + below
+        """Return how many states fit."""
+        return self._slots(layout.nbytes, self.capacity_bytes)
 
     def open(self, layout: Layout) -> None:
         """Make streams, take the first memory.
@@ -231,8 +197,7 @@ class PinnedStore(BaseStore):
         BudgetError
             For less than one state.
         StoreError
-            If there is no memory, no thread, the store below cannot be opened,
-            or the store is open.
+            If there is no memory, no thread, or the store is open.
         """
         whole(partial(self._take, layout), self.close)
 
@@ -247,31 +212,23 @@ class PinnedStore(BaseStore):
             raise
 
     def _open(self, layout: Layout) -> None:
-        self._require_slots(layout.nbytes, 1 if self._below is None else SPARE + 1)
+        self.require_slots(layout.nbytes, 1)
         self._layout, self._nbytes = layout, layout.nbytes
         self._places = [(leaf.offset, leaf.nbytes) for leaf in layout.leaves]
         self.stats = StoreStats()
         self._told.clear()
         self._states: dict[int, _State] = {}
-        self._order: deque[_State] = deque()  # in pinned memory, the oldest first
-        self._sinking: deque[_State] = deque()  # on their way down
-        self._below_full = self._below is None
-        self._next_number = 0
         self._queued: dict[Literal["write", "read"], deque[tuple[int, Event, Event]]] = {
             "write": deque(),
             "read": deque(),
         }
         self._free: deque[Slot] = deque()
         self._taken = 0  # slots so far
-        self._most = self._slots(layout.nbytes, self.capacity_bytes)  # fewer once memory runs out
         self._growing = growth(layout.nbytes, self.capacity_bytes, rounded=self._rounded)
         self._opened = streams_for(self._device) if self._given is None else self._given
         self._grow()
-        if self._below is not None:
-            self._below.open(layout)
-            self._below_open = True
 
-    def _require_slots(self, nbytes: int, least: int) -> None:
+    def require_slots(self, nbytes: int, least: int) -> None:
         """Raise BudgetError if the capacity holds fewer than `least` states of so many bytes."""
         slots = self._slots(nbytes, self.capacity_bytes)
         if slots is None or slots >= least:
@@ -291,21 +248,14 @@ class PinnedStore(BaseStore):
 
     def _close(self) -> None:
         failure: Exception | None = None
-        if self._below_open:
-            assert self._below is not None
-            try:
-                self._below.close()
-            except Exception as error:  # the rest is given back all the same
-                failure = error
-            self._below_open = False
         if self._opened is not None and not self._hold.foreign:  # a child leaves threads alone
             try:
                 self._opened.close()
                 self._tell()
             except Exception as error:  # of the device
-                failure = failure or error
+                failure = error
         self._opened = None
-        for name in ("_states", "_order", "_sinking", "_free", "_queued"):
+        for name in ("_states", "_free", "_queued"):
             self.__dict__.pop(name, None)
         self._hold.give_back()
         if failure is not None:
@@ -342,30 +292,17 @@ class PinnedStore(BaseStore):
             if not self._taken:
                 raise
             _log.warning("tier %r takes no more memory: %s", self.name, error)
-            self._most, self._growing = self._taken, iter(())
+            self._growing = iter(())
             return False
         for k in range(count):
             self._free.append(Slot(memory[k * size : (k + 1) * size]))
         self._taken += count
         return True
 
-    def _slot(self, block: bool) -> Slot | None:
+    def _slot(self) -> Slot | None:
         """Return a slot for another state, None if there is none."""
-        while True:
-            with Shield(up=True):
-                self._advance()
-                if self._free or self._grow():
-                    return self._free.popleft()
-            if not block:
-                return None
-            if self._sinking:
-                assert self._below is not None
-                self._below.ended(self._sinking[0].number, _LONG_S)
-            elif self._below_full or not self._order:
-                return None
-            elif self._is_copied(self._order[0]):
-                # What is refused now would be so again: this one stays, and all after it.
-                self._below_full = not self._sink(self._order[0], block=True)
+        with Shield(up=True):
+            return self._free.popleft() if self._free or self._grow() else None
 
     def _is_copied(self, state: _State) -> bool:
         """Wait for the `out` copy of a state; return whether it is not lost."""
@@ -375,88 +312,24 @@ class PinnedStore(BaseStore):
             state.lost = state.lost or f"checkpoint {state.key} could not be copied: {error}"
         return not state.lost
 
-    def _release(self, state: _State) -> None:
-        """Give back the slot of a state, whose next user waits for the last copy of it."""
-        if state.slot is not None:
-            self._free.append(state.slot)
-            state.slot = None
-
-    # --------------------------------------------------------------- the store below
-
-    def _advance(self) -> None:
-        """Note which writes below have ended; begin others, so that some slots stay free."""
-        while self._sinking and self._below is not None:
-            state = self._sinking[0]
-            if not self._below.ended(state.number, 0.0):
-                break
-            self._sinking.popleft()
-            self._sunk(state, self._below)
-        if self._most is None:
-            return
-        left = len(self._free) + self._most - self._taken + len(self._sinking)
-        while left < SPARE and self._order and not self._below_full:
-            state = self._order[0]
-            if state.slot is None or state.gone or state.lost:
-                self._order.popleft()
-            elif not state.written.query():
-                break
-            elif not self._is_copied(state):
-                self._order.popleft()
-            elif self._sink(state):
-                left += 1
-            else:
-                break
-
-    def _sink(self, state: _State, *, block: bool = False) -> bool:
-        """Queue the write of the oldest state below; return whether it was accepted."""
-        assert state.slot is not None and self._below is not None
-        lines = [line.numpy() for line in state.lines(state.slot.memory)]
-        taken = False
-        try:
-            taken = self._below.put(state.number, lines, block=block)
-        except Exception:  # whatever a store raises: the state stays
-            _log.debug("checkpoint %d could not be moved", state.key, exc_info=True)
-        if taken:
-            with Shield(up=True):
-                state.sinking = True
-                self._sinking.append(state)
-                self._order.popleft()
-        return taken
-
-    def _sunk(self, state: _State, below: Store) -> None:
-        """Enter what became of a write below."""
-        state.sinking = False
-        try:
-            state.below = below.wait_written(state.number)
-        except Exception:
-            _log.debug("checkpoint %d could not be moved", state.key, exc_info=True)
-        self._below_full = self._below_full or not (state.below or state.gone)
-        if state.below or state.gone:
-            self._release(state)
-        if state.below and state.gone:
-            below.drop(state.number)
-
     # ------------------------------------------------------------------ writes
 
     def put(self, key: int, arrays: Sequence[Tensor | Array], *, block: bool = False) -> bool:
         """Queue the copy of one state; see `Store.put`."""
         self._hold.check()
         places, nbytes = self._placed(arrays)
-        slot = self._slot(block) if nbytes <= self._nbytes else None
+        slot = self._slot() if nbytes <= self._nbytes else None
         if slot is None:
             self.stats.refused += 1
             return False
         with Shield(up=True):  # half queued it would be waited for in vain
             self.drop(key)  # that was not dropped yet
-            state = self._states[key] = self._out(slot, key, arrays, places)
-            if self._below is not None:
-                self._order.append(state)
+            self._states[key] = self._out(slot, key, arrays, places)
             stats, nbytes = self.stats, self._nbytes
             stats.stored_bytes += nbytes
             stats.writes += 1
             stats.bytes_written += nbytes
             stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
-            self._advance()
         return True
 
     def _placed(self, arrays: Sequence[Tensor | Array]) -> tuple[list[tuple[int, int]], int]:
@@ -488,8 +361,7 @@ class PinnedStore(BaseStore):
                 streams.copy("out", slot.memory[at : at + nbytes], source)
         written = slot.used = streams.record("out")
         self._queued["write"].append((key, began, written))
-        self._next_number += 1
-        return _State(key, self._next_number - 1, slot, places, written, sources)
+        return _State(key, slot, places, written, sources)
 
     def wait_written(self, key: int) -> bool:
         """Block until the copy of `key` has left its source; False if it is lost."""
@@ -505,33 +377,29 @@ class PinnedStore(BaseStore):
     # ------------------------------------------------------------------- reads
 
     def prefetch(self, key: int) -> None:
-        """Queue the copy of `key` to the device, or the read of it from the store below."""
+        """Queue the copy of `key` to the device."""
         self._hold.check()
         state = self._states.get(key)
-        if state is None:
-            return
-        with Shield(up=True):
-            self._advance()
-            if state.landed is not None:
-                return
-            if state.slot is not None:
-                self._land(state, state.slot)
-            elif state.below and self._below is not None:
-                self._below.prefetch(state.number)
+        if state is not None and state.landed is None:
+            with Shield(up=True):
+                state.landing, state.landed = self._land(key, state.slot, state.places)
 
-    def _land(self, state: _State, slot: Slot) -> None:
+    def _land(
+        self, key: int, slot: Slot, places: Sequence[tuple[int, int]]
+    ) -> tuple[list[Tensor], Event]:
         """Queue the copy to the device of a state that is in a slot."""
         streams = self._streams
-        state.landing = state.lines(streams.empty(self._nbytes))
+        landing = _lines(streams.empty(self._nbytes), places)
         streams.wait("in", streams.record("compute"))
         if slot.used is not None:
             streams.wait("in", slot.used)
         began = streams.record("in")
-        for line, piece in zip(state.lines(slot.memory), state.landing, strict=True):
+        for line, piece in zip(_lines(slot.memory, places), landing, strict=True):
             if line.numel():
                 streams.copy("in", piece, line)
-        state.landed = slot.used = streams.record("in")
-        self._queued["read"].append((state.key, began, state.landed))
+        landed = slot.used = streams.record("in")
+        self._queued["read"].append((key, began, landed))
+        return landing, landed
 
     def get(self, key: int) -> list[Tensor]:
         """Return the state's tensors, for the compute stream.  Raises CheckpointLost."""
@@ -543,8 +411,6 @@ class PinnedStore(BaseStore):
         try:
             if state.lost:
                 raise CheckpointLost(state.lost)
-            if state.landed is None:
-                self._rise(state)
             assert state.landed is not None
             # Of the way out, too: a copy that failed left another state's bytes in the slot.
             streams.wait("compute", state.written)
@@ -562,14 +428,24 @@ class PinnedStore(BaseStore):
         self._tell()
         return found
 
-    def _rise(self, state: _State) -> None:
-        """Read a state from the store below, and queue its copy to the device."""
-        assert self._below is not None
-        try:
-            arrays = self._below.get(state.number)
-        except CheckpointLost as error:
-            state.below = False
-            raise CheckpointLost(f"checkpoint {state.key} could not be read: {error}") from error
+    def held(self, key: int) -> list[Array] | None:
+        """Return the arrays of a state, in its slot until it is dropped; None if not there yet.
+
+        Raises
+        ------
+        CheckpointLost
+            If they could not be copied there.
+        """
+        state = self._states[key]
+        if not state.written.query():
+            return None
+        if not self._is_copied(state):
+            raise CheckpointLost(state.lost)
+        return [line.numpy() for line in _lines(state.slot.memory, state.places)]
+
+    def brought(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """Return tensors on the device, for the compute stream, of arrays of another store."""
+        places, _ = self._placed(arrays)
         with Shield(up=True):
             slot = self._free.popleft() if self._free else None
             try:
@@ -578,12 +454,18 @@ class PinnedStore(BaseStore):
                         self._streams.synchronize(slot.used)
                 through = slot or Slot(torch.empty(self._nbytes, dtype=torch.uint8, device="cpu"))
                 through.used = None
-                for line, array in zip(state.lines(through.memory), arrays, strict=True):
+                for line, array in zip(_lines(through.memory, places), arrays, strict=True):
                     np.copyto(line.numpy(), array)
-                self._land(state, through)
+                landing, landed = self._land(-1, through, places)
             finally:
                 if slot is not None:
                     self._free.append(slot)
+        try:
+            self._streams.wait("compute", landed)
+        except CopyFailed as error:
+            raise CheckpointLost(f"it could not be copied: {error}") from error
+        self._streams.used_by("compute", landing)
+        return landing
 
     def drop(self, key: int) -> None:
         """Free the copy of `key`."""
@@ -592,7 +474,6 @@ class PinnedStore(BaseStore):
             state = self._states.pop(key, None)
             if state is None:
                 return
-            state.gone = True
             streams = self._streams
             if state.landed is not None:  # nobody waited for these copies
                 streams.used_by("in", state.landing)
@@ -601,13 +482,48 @@ class PinnedStore(BaseStore):
                 streams.used_by("out", state.sources)
                 state.sources = []
             self.stats.stored_bytes -= self._nbytes
-            if state.sinking:
-                assert self._below is not None
-                self._below.cancel(state.number)
-            else:
-                self._release(state)
-                if state.below and self._below is not None:
-                    self._below.drop(state.number)
-            while self._order and self._order[-1].gone:
-                self._order.pop()
-            self._advance()
+            self._free.append(state.slot)  # its next user waits for the last copy of it
+
+
+def _lines(memory: Tensor, places: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return the parts of some memory in which the tensors of a state lie."""
+    return [memory[at : at + nbytes] for at, nbytes in places]
+
+
+class PinnedCascade(CascadeStore):
+    """Pinned memory, and beyond it another store, which takes host arrays.
+
+    Parameters
+    ----------
+    pinned : PinnedStore
+    below : Store
+        Takes the oldest states when few slots are left.  States that it has are read from it.
+    """
+
+    _alike = False
+    _kept_free = SPARE
+
+    def __init__(self, pinned: PinnedStore, below: Store) -> None:
+        self._pinned = pinned
+        self._join(pinned.as_store(), below)
+
+    @property
+    def levels(self) -> Sequence[Store]:
+        """None: what is below takes host arrays, and is not measured with tensors of a device."""
+        return ()
+
+    def buffer_bytes(self, layout: Layout) -> int:
+        """Return what the pinned store says: what is below takes no memory of the device."""
+        return self._pinned.buffer_bytes(layout)
+
+    def _require_room(self, layout: Layout) -> None:
+        self._pinned.require_slots(layout.nbytes, SPARE + 1)
+
+    def _readable(self, state: State, timeout_s: float) -> bool:
+        return not timeout_s or self._pinned.wait_written(state.number)
+
+    def _from_above(self, state: State) -> list[Array] | None:
+        return self._pinned.held(state.number)
+
+    def _from_below(self, arrays: list[Array]) -> list[Any]:
+        return self._pinned.brought(arrays)
