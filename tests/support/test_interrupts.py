@@ -194,21 +194,22 @@ def test_ctrl_c_while_a_shield_is_set_or_lowered(
     leaving: bool, call: str, up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    real = getattr(signal, call)
+    module = sys.modules["_signal"]
+    real = getattr(module, call)
 
     def struck(*args: Any) -> Any:
         found = real(*args)
-        monkeypatch.setattr(signal, call, real)
+        monkeypatch.setattr(module, call, real)
         signal.raise_signal(signal.SIGINT)
         return found
 
     try:
         with pytest.raises(KeyboardInterrupt):
             if not leaving:
-                monkeypatch.setattr(signal, call, struck)
+                monkeypatch.setattr(module, call, struck)
             with Shield(up):
                 if leaving:
-                    monkeypatch.setattr(signal, call, struck)
+                    monkeypatch.setattr(module, call, struck)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
