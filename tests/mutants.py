@@ -41,8 +41,8 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 def copy(to: Path) -> None:
-    """Copy the package, its C core, its tests and their configuration."""
-    for name in ("multistage", "tests"):
+    """Copy the package, its C core, tests, the benchmarks they read, and their configuration."""
+    for name in ("multistage", "benchmarks", "tests"):
         shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, to)

@@ -36,7 +36,7 @@ def test_every_planner_and_store_has_one() -> None:
 @pytest.mark.long
 def test_a_fault_is_seen_and_none_is_not(tmp_path: Path) -> None:
     copy(tmp_path)
-    fault = next(mutant for mutant in MUTANTS if mutant.path == "planners/single/binomial.py")
+    fault = next(mutant for mutant in MUTANTS if mutant.path == "planners/single/segments.py")
     assert passes(tmp_path, fault.tests)
     harm(fault, tmp_path)
     assert not passes(tmp_path, fault.tests)

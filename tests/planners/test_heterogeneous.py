@@ -251,13 +251,6 @@ def test_the_smallest_memory_of_both_kernels(tapes: bool) -> None:
         assert judge(true, ours[1])[1] == ours[0]
 
 
-def test_without_the_c_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = big_chain(3, 8)
-    with_core = plan_chain(costs, 0.5, resolution=100)
-    monkeypatch.setattr(native, "LIBRARY", None)
-    assert plan_chain(costs, 0.5, resolution=100) == with_core
-
-
 # ---------------------------------------------------------------- the planner
 
 
