@@ -38,6 +38,7 @@ from ..backends.base import Store, require_distinct
 from ..backends.lifetimes import Birth
 from ..errors import MultistageError, ScheduleError, StateError, StoreError
 from ..model.chain import Chain
+from ..planners.base import played
 from ..schedule.rules import Rules, each_judged
 from ..schedule.timeline import Timeline
 from ..states.in_place import ArrayStates, InPlace
@@ -275,7 +276,7 @@ class Executor(Generic[State, Adjoint]):
         ledger = Ledger(layout, self._stores, self._clock, self._progress)
         transfers = Transfers(self._stores, layout, ledger)
         sweep = Sweep(
-            schedule if isinstance(schedule, Generator) else _played(schedule),
+            schedule if isinstance(schedule, Generator) else played(schedule),
             self._chain,
             slots,
             transfers,
@@ -535,17 +536,11 @@ def _asked(
     actions = late(sweep, action)
     if actions is None:
         return None
-    schedule = _played(actions)
+    schedule = played(actions)
     if rules is None:
         return schedule
     rules.leave(sweep.held.keys(), sweep.tapes.keys(), transfers.stuck())
     return each_judged(schedule, rules)
-
-
-def _played(actions: Iterable[Action]) -> Schedule:
-    """Return actions as a schedule."""
-    for action in actions:
-        _ = yield action  # answers are not looked at
 
 
 def _occupy(stores: Sequence[Store], sweep: Sweep) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -203,7 +203,7 @@ class Plan:
             costs=costs,
             n_steps=len(costs.stages),
             memory_bytes=memory_bytes,
-            make=partial(_each, actions),
+            make=partial(played, actions),
             makespan_s=use.makespan_s,
             forward_steps=use.forward_steps,
             peak_bytes=use.peak_bytes,
@@ -216,7 +216,7 @@ class Plan:
 
     def schedule(self) -> Schedule:
         """Return a fresh schedule of this plan, for `check`, `simulate` and executors."""
-        return _each(self.actions) if self.actions else self.make()
+        return played(self.actions) if self.actions else self.make()
 
     @property
     def sealed(self) -> bool:
@@ -641,9 +641,10 @@ def enter(pages: Pages) -> None:
     Plan._pages = pages
 
 
-def _each(actions: Sequence[Action]) -> Schedule:
+def played(actions: Iterable[Action]) -> Schedule:
+    """Yield actions as a schedule, which looks at no answer."""
     for action in actions:
-        _ = yield action  # answers are not looked at
+        _ = yield action
 
 
 def store_all_schedule(n_steps: int) -> Schedule:

@@ -169,22 +169,20 @@ def simulate(
         channels = [Channels(tier, factor, costs.tape_slots) for tier in costs.tiers]
         rates, state_bytes = costs.tiers, costs.state_bytes
     clock = VirtualTime(costs, rules, channels, timeline if checked else None)
-    counts_bytes = rules.memory is not None
-    judged = checked and not counts_bytes  # where bytes are counted, the clock judges
     for action, send in driven:
         try:
-            answer = _judged(action, rules, clock) if judged else clock.perform(action)
+            answer = clock.perform(action)
         except (TypeError, KeyError, IndexError) as error:
-            _refuse(action, rules.index if checked or counts_bytes else None, error)
+            _refuse(action, rules.index if clock.judges else None, error)
             raise
-        if checked and (counts_bytes or type(action) in _MOVES_MEMORY):
+        if checked and (rules.memory is not None or type(action) in _MOVES_MEMORY):
             _sample(timeline, rules, state_bytes, rates, clock.now)
         if trace is not None:
             trace(action)
         if timed is not None:
             timed(action, answer, clock.now)
         send(answer)
-    if checked or counts_bytes:
+    if clock.judges:
         rules.finish()
     timeline.end_forward_s = clock.end_forward_s
     timeline.end_s = max(timeline.end_s, clock.now)
@@ -208,16 +206,6 @@ def _refuse(action: Action, index: int | None, error: Exception) -> None:
             f"{told(action)} but the copy or transfer that it names is not there; simulate it with "
             "checked=True to learn which rule it breaks"
         ) from error
-
-
-def _judged(action: Action, rules: Rules, clock: VirtualTime) -> Answer:
-    """Perform an action if it is legal; return its answer."""
-    if type(action) in _TIMED_FIRST:
-        answer = clock.perform(action)
-        rules.apply(action, answer)
-        return answer
-    rules.apply(action, rules.usual_answer(action))  # first: an illegal one has no time
-    return clock.perform(action)
 
 
 def _sample(
@@ -295,5 +283,4 @@ def _rates(tiers: Sequence[Tier], slots: float) -> tuple[Tier, ...]:
     return tuple(Tier.parse(tier).in_bytes() for tier in tiers)
 
 
-_TIMED_FIRST = frozenset({Offer, Put})  # the clock answers whether the tier takes them
 _MOVES_MEMORY = frozenset({Save, Free, Offer, Put, Get, Await, Evict, Drop, Tape, Load, Reverse})

@@ -106,23 +106,6 @@ class Channels:
     States are known by their step, tapes by ~step.
     """
 
-    __slots__ = (
-        "capacity",
-        "depth",
-        "factor",
-        "one_channel",
-        "read_free",
-        "read_overhead_s",
-        "read_s",
-        "stored",
-        "tape_slots",
-        "tier",
-        "waiting",
-        "write_free",
-        "write_overhead_s",
-        "write_s",
-    )
-
     def __init__(
         self,
         tier: Tier,
@@ -206,10 +189,7 @@ def factors(jitter: Jitter | None, seed: int) -> Callable[[Literal["w", "r"]], f
 
 
 class VirtualTime:
-    """A clock: lets the time of one action after the other pass.
-
-    Where stages differ it judges each action before its time passes; where steps are alike,
-    who calls it does.
+    """A clock: lets the time of one action after the other pass, if it is legal.
 
     Parameters
     ----------
@@ -219,10 +199,11 @@ class VirtualTime:
     channels : sequence of Channels
         Of each tier.
     timeline : Timeline, optional
-        Records what went on.
+        Records what went on.  Without it actions of uniform steps are not judged.
 
     Attributes
     ----------
+    judges : bool
     now : float
         Virtual seconds since the start.
     stall_s : float
@@ -231,25 +212,6 @@ class VirtualTime:
         When the forward sweep ended.
     forward_steps, writes, reads : int
     """
-
-    __slots__ = (
-        "_action_s",
-        "_alike",
-        "_channels",
-        "_done",
-        "_each",
-        "_memory",
-        "_rules",
-        "_state_bytes",
-        "_tapes",
-        "_timeline",
-        "end_forward_s",
-        "forward_steps",
-        "now",
-        "reads",
-        "stall_s",
-        "writes",
-    )
 
     def __init__(
         self,
@@ -260,6 +222,7 @@ class VirtualTime:
     ) -> None:
         self._rules, self._channels, self._timeline = rules, channels, timeline
         self._memory: ByteAccounting | None = rules.memory
+        self.judges = timeline is not None or self._memory is not None
         self._alike: _Seconds | None = None
         self._each: Sequence[_Seconds] = ()
         self._action_s, self._state_bytes = 0.0, 0
@@ -281,15 +244,22 @@ class VirtualTime:
         Raises
         ------
         ScheduleError
-            If the action is illegal, where stages differ.
+            If the action is illegal, and it judges.
         """
+        answer, rules = None, self._rules
+        if self._memory is None and isinstance(action, Offer | Put):
+            # Whether the tier takes it is a question of time.
+            self.now += self._action_s
+            answer = self._write(action, None)
+            if self.judges:
+                rules.apply(action, answer)
+            return answer
+        if self.judges:
+            answer = rules.usual_answer(action)
+            rules.apply(action, answer)  # first: an illegal one has no time
         self.now += self._action_s
-        answer: Answer = None
-        if self._memory is not None:
-            answer = self._rules.usual_answer(action)
-            self._rules.apply(action, answer)
-            if self._timeline is not None:
-                self._timeline.sample("fast", self.now, self._memory.needed_bytes)
+        if self._memory is not None and self._timeline is not None:
+            self._timeline.sample("fast", self.now, self._memory.needed_bytes)
         perform = _PERFORMED.get(type(action))
         return answer if perform is None else perform(self, action, answer)
 

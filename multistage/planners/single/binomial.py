@@ -83,31 +83,14 @@ def nu(length: int, slots: int) -> int:
     return r * length - beta(slots + 1, r - 1)
 
 
-def nu_up_to(n_steps: int, slots: int) -> Reals:
-    """Return nu(length, slots) for the lengths 0..n_steps as doubles.
+class NuTable:
+    """nu(length, slots) for arrays of lengths up to n, in doubles.
 
     Examples
     --------
-    >>> nu_up_to(5, 2).tolist()
+    >>> NuTable(2, 5)(np.arange(6)).tolist()
     [0.0, 0.0, 1.0, 2.0, 4.0, 6.0]
     """
-    lengths: Reals = np.arange(n_steps + 1, dtype=float)
-    if slots == 1:
-        counts: Reals = lengths * np.maximum(lengths - 1, 0) / 2
-        return counts
-    # Piecewise linear: with r repetitions from beta(s, r-1) on up to beta(s, r).
-    counts = np.zeros_like(lengths)
-    r, begin, stop = 0, 1, 1
-    while stop < n_steps:
-        r, begin = r + 1, stop
-        stop = stop * (slots + r) // r
-        part = slice(begin + 1, min(stop, n_steps) + 1)
-        counts[part] = r * lengths[part] - beta(slots + 1, r - 1)
-    return counts
-
-
-class NuTable:
-    """nu(length, slots) for arrays of lengths up to n, in doubles."""
 
     def __init__(self, slots: int, n_steps: int) -> None:
         ends, shifts, shift = [1], [0.0], 1  # beta(slots, r), and beta(slots + 1, r - 1)

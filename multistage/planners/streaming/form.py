@@ -63,42 +63,41 @@ class Form:
 
     def sweep(self, costs: Costs, slots: int, n_steps: int, reservation: Reservation) -> Sweep:
         """Lay the form over `n_steps` steps."""
-        tier = costs.tier
+        tier, spacing = costs.tier, self.spacing
         assert tier is not None
-        drain = math.ceil(tier.queue_depth * tier.write_s / max(costs.turn_s, 1e-12))
-        if self.online:
-            return Sweep(
-                slots,
-                self.spacing,
-                None,
-                self.depth,
-                tier.queue_depth,
-                drain_steps=drain,
-                reservation=reservation if self.reserve else None,
-            )
-        start = None
-        if self.tail is not None:
-            start = n_steps - self.tail
-            if self.shift is not None:
-                start = int(round(start / self.spacing) * self.spacing) + self.shift
-            start = min(max(start, 0), n_steps - 1)
-            if self.backlog:
-                return self._with_backlog(slots, start, tier.queue_depth, drain, reservation)
-        last = self.end_spacing or self.spacing
-        kept = int(min(n_steps, slots * last / max(last - 1, slots / n_steps)))
-        end_start = None if self.end_spacing is None else max(0, n_steps - 1 - kept)
-        margin = math.ceil(2 * last + self.spacing)
-        return Sweep(
-            slots=slots,
-            spacing=self.spacing,
-            tail_start=start,
-            depth=self.depth,
-            queue_depth=tier.queue_depth,
-            drain_steps=min(drain, n_steps),
+        sweep = Sweep(
+            slots,
+            spacing,
+            None,
+            self.depth,
+            tier.queue_depth,
+            drain_steps=math.ceil(tier.queue_depth * tier.write_s / max(costs.turn_s, 1e-12)),
             reservation=reservation if self.reserve else None,
-            keep_from=max(0, n_steps - 1 - kept - margin),
-            end_start=end_start,
-            end_spacing=self.end_spacing or 1.0,
+        )
+        if self.online:
+            return sweep
+        if self.tail is None:
+            last = self.end_spacing or spacing
+            kept = int(min(n_steps, slots * last / max(last - 1, slots / n_steps)))
+            return replace(
+                sweep,
+                drain_steps=min(sweep.drain_steps, n_steps),
+                keep_from=max(0, n_steps - 1 - kept - math.ceil(2 * last + spacing)),
+                end_start=None if self.end_spacing is None else max(0, n_steps - 1 - kept),
+                end_spacing=last,
+            )
+        start = n_steps - self.tail
+        if self.shift is not None:
+            start = int(round(start / spacing) * spacing) + self.shift
+        start = min(max(start, 0), n_steps - 1)
+        dense = min(start, math.ceil(_DENSE * spacing)) if self.backlog else 0
+        closer = dense / (dense / spacing + self.backlog) if self.backlog else spacing
+        return replace(
+            sweep,
+            tail_start=start,
+            end_start=start - dense if self.backlog else None,
+            end_spacing=max(1.0, closer * _WHOLE),
+            backlog=self.backlog,
         )
 
     def ends(self, slots: int) -> int:
@@ -106,24 +105,6 @@ class Form:
         if self.tail is None:
             return 4 * slots
         return self.tail + (math.ceil((_DENSE + 2) * self.spacing) if self.backlog else 0)
-
-    def _with_backlog(
-        self, slots: int, start: int, queue_depth: int, drain: int, reservation: Reservation
-    ) -> Sweep:
-        dense = min(start, math.ceil(_DENSE * self.spacing))
-        closer = dense / (dense / self.spacing + self.backlog)
-        return Sweep(
-            slots,
-            self.spacing,
-            start,
-            self.depth,
-            queue_depth,
-            drain_steps=drain,
-            reservation=reservation if self.reserve else None,
-            end_start=start - dense,
-            end_spacing=max(1.0, closer * _WHOLE),
-            backlog=self.backlog,
-        )
 
 
 _MASK_STEPS = 64  # positions moved by hand lie below

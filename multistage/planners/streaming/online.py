@@ -271,7 +271,7 @@ def durable_plan(costs: Costs, slots: int, n_steps: int) -> Plan:
         costs,
         slots,
         n_steps,
-        partial(_durable_ring, costs, slots, n_steps),
+        partial(sweep.schedule, n_steps),
         ring_prediction(Form(sweep.spacing, None), costs, slots, n_steps),
         note=f"Fast slots would do; a state is written every {sweep.spacing:.4g} steps to resume.",
         parameters={"spacing": sweep.spacing, "tail": -1},
@@ -292,10 +292,6 @@ def _sweep(costs: Costs, slots: int, n_steps: int | None) -> Sweep:
     if n_steps is None:
         return Sweep(slots, spacing, None, queue_depth=tier.queue_depth)
     return Form(spacing, None).sweep(costs, slots, n_steps, Reservation(costs))
-
-
-def _durable_ring(costs: Costs, slots: int, n_steps: int) -> Schedule:
-    return _sweep(costs, slots, n_steps).schedule(n_steps)
 
 
 def durable_online_schedule(costs: Costs, slots: int, is_last: IsLast) -> Schedule:

@@ -43,7 +43,6 @@ from functools import partial
 from itertools import product
 
 from ... import native
-from ...actions import Schedule
 from ...model.costs import Costs
 from ...schedule.simulation import Simulation
 from ..base import Plan, require_steps
@@ -123,13 +122,10 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     if not judged_forms:
         return fallback
     best, predicted = _best(judged_forms, costs, slots, n, reservation)
+    sweep = best.sweep(costs, slots, n, reservation)
     if n <= _SHORT:
-        sweep = best.sweep(costs, slots, n, reservation)
-        polished = _polish(sweep, costs, n, predicted.makespan_s)
-        make = partial(polished.schedule, n)
-        predicted = timed(polished, costs, n)
-    else:
-        make = partial(_schedule, best, costs, slots, reservation, n)
+        sweep = _polish(sweep, costs, n, predicted.makespan_s)
+        predicted = timed(sweep, costs, n)
     paper = interval(costs, slots, n)
     if min(predicted.makespan_s, paper.makespan_s) >= fallback.makespan_s:
         return fallback
@@ -140,7 +136,7 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> Plan:
         costs,
         slots,
         n,
-        make,
+        partial(sweep.schedule, n),
         predicted,
         note=_note(best),
         parameters={"spacing": best.spacing, "tail": -1 if best.tail is None else best.tail},
@@ -177,12 +173,6 @@ def _best(
         as_good = [form for form in predictions if predictions[form].makespan_s <= enough_s]
         best = max(as_good, key=lambda form: form.spacing, default=best)
     return best, predictions[best]
-
-
-def _schedule(
-    form: Form, costs: Costs, slots: int, reservation: Reservation, n_steps: int
-) -> Schedule:
-    return form.sweep(costs, slots, n_steps, reservation).schedule(n_steps)
 
 
 @dataclass(frozen=True, slots=True)

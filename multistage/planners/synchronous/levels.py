@@ -56,7 +56,7 @@ import numpy as np
 from ... import native
 from ...errors import ArgumentError
 from ...support.arrays import Integers, Reals
-from ..single.binomial import nu_up_to
+from ..single.binomial import NuTable
 
 # Sums per second on one core: of a row without bound, of one that passes most
 # of them over, and of the plain twin.
@@ -424,7 +424,7 @@ def solve(
     for k, level in enumerate(levels):
         if k == 0 and fast.write_s == fast.read_s == 0:
             slots = n_steps if fast.capacity is None else fast.capacity
-            below = nu_up_to(n_steps, min(slots, n_steps)) * step_s
+            below = NuTable(min(slots, n_steps), n_steps)(np.arange(n_steps + 1)) * step_s
             tables.append(None)
             continue
         ahead = np.arange(n_steps + 1) * step_s + level.read_s
