@@ -24,7 +24,7 @@ from ...planners.ranking import sealing
 from ...planners.single.binomial import beta, forward_and_reverse, reverse_actions
 from ...planners.single.revolve import revolve
 from ...planners.streaming.overlap import on_tier, overlap
-from ...planners.synchronous.hierarchy import count_operations, hierarchy_schedule
+from ...planners.synchronous.hierarchy import count_actions
 from ...planners.synchronous.levels import Level, solve
 from ...report import Report
 from ...reversal import Reversal
@@ -649,11 +649,9 @@ def h_revolve_on_storages(
     """Plan H-Revolve over storages, the first of them fast memory."""
     n = require_steps(n_steps, "h-revolve")
     solved = solve(levels, n, uf)
-    capacity, tiers = levels[0].capacity or 1, tuple(range(len(levels) - 1))
 
     def make() -> Schedule:
-        schedule = hierarchy_schedule(solved, capacity, tiers)
-        return overlap(schedule, slots, tape_slots=costs.tape_slots)
+        return overlap(solved.schedule(), slots, tape_slots=costs.tape_slots)
 
     return Plan(
         planner="h-revolve",
@@ -662,7 +660,7 @@ def h_revolve_on_storages(
         memory_bytes=slots * costs.state_bytes,
         make=make,
         makespan_s=solved.seconds / uf * costs.forward_step_s + n * costs.turn_s,
-        forward_steps=count_operations(solved, capacity, tiers).forward_steps,
+        forward_steps=count_actions(solved.schedule(), len(levels) - 1).forward_steps,
         peak_bytes=min(slots, n) * costs.state_bytes,
         tiers=costs.tiers,
         note="H-Revolve over the storages, by their wd and rd; no transfer is taken to hide.",

@@ -3,7 +3,7 @@
 Herrmann & Pallez 2020, ACM TOMS 46(2), doi:10.1145/3378672, for any number of
 tiers with their own capacity, write and read costs; Aupy, Herrmann, Hovland &
 Robert 2016, doi:10.1137/15M1019222, is the case of one tier without bound.
-The dynamic program is in `levels`; here its operations become actions.
+The dynamic program and the schedule are in `levels`.
 
 A state on its way to or from a tier takes a fast slot.  At every transfer of
 these schedules all fast slots are free, so that none need be kept for it.
@@ -22,84 +22,37 @@ from collections.abc import Callable
 from functools import partial
 
 from ... import native
-from ...actions import Advance, Drop, Free, Get, Load, Put, Schedule, waited
+from ...actions import Advance, Free, Get, Put, Save, Schedule, Tape, drive
 from ...model.costs import Costs
 from ...model.tier import Tier
 from ..base import Plan, require_steps
 from ..predict import Counts, counted_plan, transfer_s
-from ..single.binomial import forward_and_reverse, nu, reverse_actions
 from ..single.revolve import plain_revolve
-from .levels import (
-    ADVANCE,
-    DROP,
-    ORIGIN,
-    PLAIN_PER_S,
-    PLANNING_S,
-    PRUNED_PER_S,
-    READ,
-    REVERSE,
-    WRITE,
-    Hierarchy,
-    Level,
-    solve,
-    solving_s,
-)
+from .levels import PLAIN_PER_S, PLANNING_S, PRUNED_PER_S, Level, solve, solving_s
 
 
-def hierarchy_schedule(hierarchy: Hierarchy, slots: int, tiers: tuple[int, ...]) -> Schedule:
-    """Yield the actions of a solved hierarchy: level 0 the fast slots, level k tier `tiers[k-1]`.
-
-    O(slots + stored states) memory.  A checkpoint that is lost lets its
-    interval merge with the one before; where all are lost, state 0 serves.
-    """
-    operations = hierarchy.operations()
-    answer: bool | None = None
-    landed: int | None = None  # the state that a slot still holds from its read
-    ended = False
-    while True:
-        try:
-            code, a, b = operations.send(answer)
-        except StopIteration:
-            return
-        answer = None
-        if landed is not None and code != DROP and not (code == REVERSE and b - a > 1):
-            yield Free(landed)
-            landed = None
-        if code == REVERSE:
-            held = landed is not None
-            piece = reverse_actions(a, b, slots - held, keep_first=held)
-            yield from (piece if ended else forward_and_reverse(piece))
-            ended = True
-            if held:
-                yield Free(a)
-                landed = None
-        elif code == ADVANCE:
-            yield Advance(a, b)
-        elif code == DROP:
-            yield Drop(b, tiers[a - 1])
-        elif code == ORIGIN:
-            yield Load(0)
-        elif code == WRITE:
-            answer = yield from waited(Put(b, tiers[a - 1]))
-        else:
-            answer = yield from waited(Get(b, tiers[a - 1]))
-            if answer:
-                yield Load(b)
-                landed = b
-
-
-def count_operations(hierarchy: Hierarchy, slots: int, tiers: tuple[int, ...]) -> Counts:
-    """Count what the schedule does when nothing is lost, piece by piece."""
-    counts, writes, reads = Counts(), [0] * len(tiers), [0] * len(tiers)
-    for code, a, b in hierarchy.operations():
-        if code == REVERSE:
-            counts.forward_steps += nu(b - a, slots)
-            counts.peak_slots = max(counts.peak_slots, min(slots, b - a - 1))
-        elif code == ADVANCE:
-            counts.forward_steps += b - a
-        elif code in (WRITE, READ):
-            (writes if code == WRITE else reads)[tiers[a - 1]] += 1
-            counts.peak_slots = max(counts.peak_slots, 1)
+def count_actions(schedule: Schedule, tiers: int) -> Counts:
+    """Count what a schedule over some tiers does when nothing is lost, action by action."""
+    counts, writes, reads, used = Counts(0), [0] * tiers, [0] * tiers, 0
+    for action, send in drive(schedule):
+        match action:
+            case Advance(start, stop):
+                counts.forward_steps += stop - start
+            case Tape():
+                counts.forward_steps += 1
+            case Save():
+                used += 1
+            case Free():
+                used -= 1
+            case Put(_, tier):
+                writes[tier] += 1
+                counts.peak_slots = max(counts.peak_slots, used + 1)
+                send(0)
+            case Get(_, tier):
+                reads[tier] += 1
+                used += 1
+                send(0)
+        counts.peak_slots = max(counts.peak_slots, used)
     counts.writes, counts.reads = writes, reads
     return counts
 
@@ -135,7 +88,7 @@ def _over_tiers(
         for order in (first, *others)
     ]
     hierarchy, order = min(solved, key=lambda pair: pair[0].seconds)
-    counts = count_operations(hierarchy, slots, order)
+    counts = count_actions(hierarchy.schedule(order), len(tiers))
     used = {
         f"writes to {tier.name}": count for tier, count in zip(tiers, counts.writes, strict=True)
     }
@@ -144,7 +97,7 @@ def _over_tiers(
         costs,
         slots,
         n_steps,
-        partial(hierarchy_schedule, hierarchy, slots, order),
+        partial(hierarchy.schedule, order),
         counts,
         note=note,
         parameters=used,

@@ -48,15 +48,16 @@ slots.  The C kernel adds and compares what its plain twin here does.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ... import native
+from ...actions import Advance, Drop, Free, Get, Load, Put, Schedule, waited
 from ...errors import ArgumentError
 from ...support.arrays import Integers, Reals
-from ..single.binomial import NuTable
+from ..single.binomial import NuTable, forward_and_reverse, reverse_actions
 
 # Sums per second on one core: of a row without bound, of one that passes most
 # of them over, and of the plain twin.
@@ -209,9 +210,6 @@ def affordable(
 
 
 _INSTEAD = "planner 'periodic-disk', whose cost does not grow so"
-WRITE, READ, DROP, ADVANCE, REVERSE, ORIGIN = range(6)
-# (WRITE | READ | DROP, level, step), (ADVANCE | REVERSE, start, stop) or (ORIGIN, 0, 0)
-Operation = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,56 +303,62 @@ class Hierarchy:
     tables: list[Table | None]
     seconds: float
 
-    def operations(self) -> Generator[Operation, bool | None, None]:
-        """Yield what the optimal schedule does, level by level, lazily.
+    def schedule(self, tiers: Sequence[int] | None = None) -> Schedule:
+        """Yield the actions of the optimal schedule lazily, in O(slots + stored states) memory.
 
-        `(ADVANCE, a, b)` runs steps a..b-1 from the live state; `(WRITE, k, i)`,
-        `(READ, k, i)` and `(DROP, k, i)` move state i to and from level k or
-        forget it there; `(REVERSE, a, b)` reverses steps a..b-1 from live state
-        a, with a free level 0 where there is one and b - a = 1 where not;
-        `(ORIGIN, 0, 0)` makes state 0 live when all else was lost.
-
-        A write or read answered by False was lost.  The steps above a lost
-        checkpoint are then reversed with those above the one before it, and
-        its level is written to no more: a level that failed once may fail
-        always, and every lost checkpoint costs its interval again.
+        Level 0 are the fast slots if it costs nothing; level k is tier `tiers[k-1]`, or k - 1.
+        A checkpoint that is lost lets its interval merge with the one before, and its level is
+        written to no more: a level that failed once may fail always, and every lost checkpoint
+        costs its interval again.  Where all are lost, state 0 serves.
         """
+        n, fast = self.n_steps, self.levels[0].capacity
+        fast = n if fast is None else fast
+        tiers = range(-1, len(self.levels) - 1) if tiers is None else (-1, *tiers)
         held: list[tuple[int, int, int]] = []  # step, level, slots of the level left to it
         failed: set[int] = set()
-        live, end = 0, self.n_steps
+        live, end, landed = 0, n, False  # whether a slot still holds the live state from its read
         level, slots = self._top(len(self.tables) - 1)
         while True:
             level, slots = self._where(end - live, level, slots, failed)
+            if landed and (level >= 0 or end - live == 1):
+                yield Free(live)
+                landed = False
             if level < 0:
-                yield REVERSE, live, end
-                end = live
+                piece = reverse_actions(live, end, fast - landed, keep_first=landed)
+                yield from (piece if end < n else forward_and_reverse(piece))
+                if landed:
+                    yield Free(live)
+                landed, end = False, live
                 if end == 0:
                     return
-                while held:
+                while held and not landed:
                     live, level, slots = held[-1]
-                    if (yield READ, level, live) is not False:
-                        break
-                    failed.add(level)
-                    held.pop()
-                else:
-                    yield ORIGIN, 0, 0
+                    landed = yield from waited(Get(live, tiers[level]))
+                    if not landed:
+                        failed.add(level)
+                        held.pop()
+                yield Load(live if landed else 0)
+                if not landed:
                     live = 0
                     level, slots = self._top(len(self.tables) - 1)
                     continue
-            elif (yield WRITE, level, live) is False:
+            elif (yield from waited(Put(live, tiers[level]))):
+                held.append((live, level, slots))
+            else:
                 failed.add(level)
                 continue
-            else:
-                held.append((live, level, slots))
             table = self.tables[level]
             assert table is not None
             advance = table.split(end - live, slots) if end - live > 1 else 0
             if advance:
-                yield ADVANCE, live, live + advance
+                if landed:
+                    yield Free(live)
+                    landed = False
+                yield Advance(live, live + advance)
                 live += advance
                 slots -= 1
             else:
-                yield DROP, level, live
+                yield Drop(live, tiers[level])
                 held.pop()
                 level, slots = self._top(level - 1)
 

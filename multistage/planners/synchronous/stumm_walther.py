@@ -22,15 +22,13 @@ hundred candidates; only the first tier is used.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 
 from ...actions import (
-    Action,
     Advance,
-    Answer,
     Drop,
     EndForward,
     Free,
@@ -64,84 +62,60 @@ def stumm_walther_schedule(
     A checkpoint that is lost lets its interval merge with the one before; the
     tier is written to no more.
     """
-    return _Recursion(in_tier, trajectory, slots, n_steps).schedule()
-
-
-class _Recursion:
-    """One schedule being made: the stack of checkpoints."""
-
-    def __init__(
-        self, in_tier: tuple[bool, ...], trajectory: Trajectory, slots: int, n_steps: int
-    ) -> None:
-        self.in_tier = in_tier
-        self.trajectory = trajectory
-        self.slots = slots
-        self.end = n_steps
-        self.stack: list[tuple[int, bool]] = []  # step, whether in the tier
-        self.fast = 0  # of them in fast slots
-        self.failed = False
-
-    def schedule(self) -> Schedule:
-        live, ended = 0, False
-        while True:
-            while self.end - live > 1:
-                if (not self.stack or self.stack[-1][0] != live) and self._free() > 0:
-                    yield from self._keep(live)
-                    continue  # look again: a failed write leaves other slots
-                length, kept = self.end - live, bool(self.stack) and self.stack[-1][0] == live
-                free = self._free() + 1
-                step = first_advance(length, free, self.trajectory) if kept else length - 1
-                yield Advance(live, live + step)
-                live += step
-            if not ended:
-                yield Tape(live)
-                yield EndForward()
-                ended = True
-            yield Reverse(live)
-            self.end = live
-            if live == 0:
-                return
-            live = yield from self._back()
-
-    def _free(self) -> int:
-        """Slots that are left; those of a tier that failed are not."""
-        if not self.failed:
-            return len(self.in_tier) - len(self.stack)
-        if len(self.stack) == self.fast:  # nothing will come from the tier any more
-            return self.slots - self.fast
-        return self.in_tier.count(False) - self.fast
-
-    def _keep(self, step: int) -> Schedule:
-        if self.failed or not self.in_tier[len(self.stack)]:
-            yield Save(step)
-            self.fast += 1
-            self.stack.append((step, False))
-            return
-        if (yield from waited(Put(step))):
-            self.stack.append((step, True))
-        else:
-            self.failed = True
-
-    def _back(self) -> Generator[Action, Answer, int]:
-        """Make the highest checkpoint at hand the live state; forget it at its last use."""
-        while self.stack:
-            step, in_tier = self.stack[-1]
-            last = step == self.end - 1
-            if in_tier and not (yield from waited(Get(step))):
-                self.failed = True
-                self.stack.pop()
+    stack: list[tuple[int, bool]] = []  # step, whether in the tier
+    fast, failed = 0, False  # those of them in fast slots
+    live, end = 0, n_steps
+    while True:
+        while end - live > 1:
+            if not failed:
+                free = len(in_tier) - len(stack)
+            elif len(stack) == fast:  # nothing will come from the tier any more
+                free = slots - fast
+            else:
+                free = in_tier.count(False) - fast
+            kept = bool(stack) and stack[-1][0] == live
+            if kept or free <= 0:
+                advance = end - live - 1
+                if kept:
+                    advance = first_advance(end - live, free + 1, trajectory)
+                yield Advance(live, live + advance)
+                live += advance
                 continue
-            yield Load(step)
-            if in_tier or last:
-                yield Free(step)
-            if last:
-                self.stack.pop()
-                self.fast -= not in_tier
-                if in_tier:
-                    yield Drop(step)
-            return step
-        yield Load(0)
-        return 0
+            slow = not failed and in_tier[len(stack)]
+            if not slow:
+                yield Save(live)
+                fast += 1
+            elif not (yield from waited(Put(live))):
+                failed = True
+                continue  # look again: a failed write leaves other slots
+            stack.append((live, slow))
+        if end == n_steps:
+            yield Tape(live)
+            yield EndForward()
+        yield Reverse(live)
+        end = live
+        if live == 0:
+            return
+        # The highest checkpoint at hand becomes the live state; it is given up at its last use.
+        while stack:
+            live, slow = stack[-1]
+            if not slow or (yield from waited(Get(live))):
+                break
+            failed = True
+            stack.pop()
+        else:
+            yield Load(0)
+            live = 0
+            continue
+        yield Load(live)
+        is_last = live == end - 1
+        if slow or is_last:
+            yield Free(live)
+        if is_last:
+            stack.pop()
+            fast -= not slow
+            if slow:
+                yield Drop(live)
 
 
 def _splits(slots: int, capacity: int, n_steps: int) -> Iterator[int]:
