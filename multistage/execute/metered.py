@@ -39,7 +39,7 @@ class Seen:
 
     Attributes
     ----------
-    forward_s, tape_s, reverse_s : list of float
+    forward_s, reverse_s : list of float
         By step; infinite where it was not run that way.
     runs : list of int
         By step, how often it was run forward.
@@ -51,7 +51,6 @@ class Seen:
 
     def __init__(self) -> None:
         self.forward_s: list[float] = []
-        self.tape_s: list[float] = []
         self.reverse_s: list[float] = []
         self.runs: list[int] = []
         self.state_bytes: list[int] = []
@@ -61,7 +60,6 @@ class Seen:
         """Make room for what is seen of a step and the state after it."""
         while len(self.forward_s) <= step:
             self.forward_s.append(math.inf)
-            self.tape_s.append(math.inf)
             self.reverse_s.append(math.inf)
             self.runs.append(0)
             self.tape_bytes.append(0)
@@ -94,8 +92,7 @@ class Seen:
         return of_chain(StageCosts(tuple(stages), max(0, self.state_bytes[start])), chain)
 
     def _run_s(self, i: int) -> float:
-        found = min(self.forward_s[i], self.tape_s[i])
-        return found if found < math.inf else 0.0
+        return self.forward_s[i] if self.forward_s[i] < math.inf else 0.0
 
 
 def of_chain(costs: StageCosts, chain: Chain[State, Adjoint]) -> StageCosts:
@@ -181,7 +178,7 @@ class Metered(Generic[State, Adjoint]):
         seen.reach(step)
         began = clock()
         after, tape = self._chain.tape(state, step)
-        seen.tape_s[step] = min(seen.tape_s[step], clock() - began)
+        seen.forward_s[step] = min(seen.forward_s[step], clock() - began)
         seen.runs[step] += 1
         self._weigh(after, step + 1)
         if not self.one_tape and self._states is not None:

@@ -414,7 +414,7 @@ def faster_plan(
     assert n_steps is not None
     if given.first_store is not None and native.LIBRARY is None:
         return None  # steps that differ have no tier then
-    times = sorted(min(pair) for pair in zip(seen.forward_s, seen.tape_s, strict=True))[:n_steps]
+    times = sorted(seen.forward_s)[:n_steps]
     # The spread but for a few outliers: one step may have met a garbage collection.
     tenth = n_steps // 10
     if len(times) < n_steps or times[-1 - tenth] < _SPREAD * times[tenth]:
