@@ -16,7 +16,6 @@ from multistage.errors import ArgumentError, BudgetError
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS, Plan, plan
-from multistage.planners.streaming.form import Form, ring_prediction, timed
 from multistage.planners.streaming.interval import (
     _over,
     interval,
@@ -25,7 +24,7 @@ from multistage.planners.streaming.interval import (
 )
 from multistage.planners.streaming.online import _Levels, checkpoints_after
 from multistage.planners.streaming.reserve import Reservation
-from multistage.planners.streaming.streaming import _forms
+from multistage.planners.streaming.streaming import Form, _forms, ring_prediction, timed
 from multistage.planners.streaming.sweep import Sweep
 from multistage.schedule.simulation import Simulation, simulate
 

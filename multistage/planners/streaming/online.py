@@ -45,9 +45,8 @@ from ..base import Plan, require_steps
 from ..predict import ACTIONS_PER_STEP, Counts, with_actions
 from ..single.binomial import beta, nu, repetitions, reverse_actions
 from ..single.revolve import revolve_takes
-from .form import Form, ring_prediction, timed
 from .reserve import Reservation
-from .streaming import SPACINGS, streaming, streaming_spacing
+from .streaming import SPACINGS, Form, ring_prediction, streaming, streaming_spacing, timed
 from .sweep import Sweep, SweepMemory, reverse_sweep, ring_forward
 
 IsLast = Callable[[int], bool]
