@@ -119,7 +119,6 @@ def test_bad_arguments(n: int, slots: int) -> None:
     slots=st.integers(1, 12),
     spacing=st.sampled_from([1.0, 1.5, 2.3, 4.0, 8.0, 20.0]),
     where=st.none() | st.floats(0, 1),
-    depth=st.integers(1, 4),
     queue=st.integers(1, 4),
     drain=st.integers(0, 10),
     reserve=st.booleans(),
@@ -129,12 +128,12 @@ def test_bad_arguments(n: int, slots: int) -> None:
     rnd=st.randoms(use_true_random=False),
 )
 def test_streaming_is_legal_whatever_the_answers(
-    n, slots, spacing, where, depth, queue, drain, reserve, backlog, accepted, surviving, rnd
+    n, slots, spacing, where, queue, drain, reserve, backlog, accepted, surviving, rnd
 ) -> None:
     costs = Costs(1.0, 2.0, tiers=(Tier(write_s=spacing, read_s=spacing),))
     tail = None if where is None else int(where * (n - 1))
     reservation = Reservation(costs) if reserve else None
-    sweep = Sweep(slots, spacing, tail, depth, queue, drain, reservation)
+    sweep = Sweep(slots, spacing, tail, queue, drain, reservation)
     if tail is not None and backlog:
         denser = max(1.0, spacing / 2)
         sweep = replace(sweep, end_start=tail // 2, end_spacing=denser, backlog=backlog)

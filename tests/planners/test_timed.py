@@ -90,7 +90,7 @@ def test_the_kernel_moves_single_positions(
     steps = st.frozensets(st.integers(1, n - 2), max_size=3)
     tail = data.draw(st.one_of(st.none(), st.integers(1, n - 1)))
     depth = costs.tiers[0].queue_depth
-    sweep = Sweep(slots, 3.0, tail, 4, depth, extra=data.draw(steps), skip=data.draw(steps))
+    sweep = Sweep(slots, 3.0, tail, depth, extra=data.draw(steps), skip=data.draw(steps))
     same(timed(sweep, costs, n), simulate(sweep.schedule(n), n, costs, slots))
 
 
@@ -207,7 +207,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         counted.append(min(n_steps / sweep.spacing, 1e9 if room is None else room) + kept)
         return original(sweep, costs, n_steps, **options)
 
-    for name in ("form", "online", "streaming"):
+    for name in ("online", "streaming"):
         monkeypatch.setattr(sys.modules[f"multistage.planners.streaming.{name}"], "timed", counting)
     return counted
 

@@ -58,7 +58,7 @@ from ..single.binomial import beta, nu
 from ..single.revolve import plain_revolve
 from .interval import interval
 from .reserve import Reservation
-from .sweep import Sweep
+from .sweep import DEPTH, Sweep
 
 # A backlog grows over so many times the spacing; more states are not worth a try.
 _DENSE = 6.0
@@ -78,9 +78,6 @@ class Form:
     shift : int or None
         Where the tail starts: this many steps after the position nearest to
         its nominal start, or exactly there (None).
-    reserve : bool
-        Whether slots are given up late for the next read.
-    depth : int
     end_spacing : float or None
         Spacing among the states that the ring keeps to the end, where it differs.
     online : bool
@@ -92,8 +89,6 @@ class Form:
     spacing: float
     tail: int | None
     shift: int | None = None
-    reserve: bool = True
-    depth: int = 4
     end_spacing: float | None = None
     online: bool = False
     backlog: int = 0
@@ -106,10 +101,9 @@ class Form:
             slots,
             spacing,
             None,
-            self.depth,
             tier.queue_depth,
             drain_steps=math.ceil(tier.queue_depth * tier.write_s / max(costs.turn_s, 1e-12)),
-            reservation=reservation if self.reserve else None,
+            reservation=reservation,
         )
         if self.online:
             return sweep
@@ -180,7 +174,7 @@ def _by_kernel(sweep: Sweep, costs: Costs, n_steps: int, online: bool) -> Simula
         online=online,
         slots=slots,
         tail_start=-1 if sweep.tail_start is None else sweep.tail_start,
-        depth=sweep.depth,
+        depth=DEPTH,
         queue_depth=tier.queue_depth,
         drain_steps=sweep.drain_steps,
         keep_from=sweep.keep_from,
@@ -529,14 +523,9 @@ def _forms(costs: Costs, slots: int, n_steps: int, least: float) -> Iterator[For
         if spacing == 1.0:  # every state is stored: no ring is needed, and fewer actions
             yield Form(spacing, 1)
         if rho <= slots:
-            deep = slots - math.ceil(spacing)  # leaves the slots an interval needs
-            for depth in {4, max(1, deep)} if steady > rho else {4}:
-                yield Form(spacing, None, depth=depth)
-                if rho > slots - 2:
-                    yield Form(spacing, None, depth=1)
-                    yield Form(spacing, None, depth=depth, reserve=False)
-                if end > spacing:
-                    yield Form(spacing, None, depth=depth, end_spacing=end)
+            yield Form(spacing, None)
+            if end > spacing:
+                yield Form(spacing, None, end_spacing=end)
         if rho > slots - 2:
             if costs.rho > slots - 2 and spacing <= 2 * steady:
                 for tail, backlog in product(_tails(spacing, slots, n_steps), _backlogs(slots)):

@@ -55,6 +55,9 @@ from ...actions import (
 from ..single.binomial import reverse_actions
 from .reserve import Reservation
 
+# Most reads in flight or landed ahead of their use.
+DEPTH = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
@@ -79,8 +82,6 @@ class Sweep:
     keep_from : int
         Ring only: states before this one are offered but never kept, being
         evicted before the end anyway.  0 where n is unknown.
-    depth : int
-        Most reads in flight or landed ahead of their use.
     queue_depth : int
         The tier's q; an accepted offer proves all but the last q writes done.
     drain_steps : int
@@ -96,7 +97,6 @@ class Sweep:
     slots: int
     spacing: float
     tail_start: int | None
-    depth: int = 4
     queue_depth: int = 2
     drain_steps: int = 0
     reservation: Reservation | None = None
@@ -152,7 +152,7 @@ class SweepMemory:
         self.unwritten: set[int] = set()  # steps that are read, though their write was lost
         self.leftover: deque[tuple[int, int]] = deque()  # used up but pinned: step, adjoint then
         self.ended = False
-        self.depth = sweep.depth
+        self.depth = DEPTH
 
     # ------------------------------------------------------------------ writes
 
@@ -539,7 +539,7 @@ def reverse_sweep(memory: SweepMemory, end: int) -> Schedule:
             yield from reverse_actions(anchor, end, beside, keep_first=True)
         else:
             yield from segment(memory, anchor, end)
-        memory.depth = sweep.depth
+        memory.depth = DEPTH
         if was_read:
             yield Free(anchor)
             memory.used -= 1
