@@ -85,10 +85,8 @@ planners/test_hierarchy.py
 + order = np.argsort(-priced
 
 planners/test_hierarchy.py planners/test_planners.py
-- if slow:
--                 yield Drop(live)
-+ if slow:
-+                 pass
+- yield Drop(live)
++ pass
 
 planners/test_hierarchy.py planners/test_planners.py
 - s // tape + 2

@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -183,12 +182,6 @@ def periodic(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     )
 
 
-def _cut(start: int, stop: int, branch: int) -> list[int]:
-    """Return where the segments of start..stop-1 begin, and `stop`."""
-    part = -(-(stop - start) // (branch + 1))
-    return [*range(start, stop, part), stop]
-
-
 def _fits(length: int, free: int, weight: float) -> bool:
     return (length - 1) * weight <= free
 
@@ -203,15 +196,16 @@ def recursive_actions(
     if _fits(stop - start, free, weight):
         yield from taped_segment(start, stop)
         return
-    *starts, _ = cuts = _cut(start, stop, branch)
-    for a, b in pairwise(starts):
+    part = -(-(stop - start) // (branch + 1))
+    *starts, last = range(start, stop, part)
+    for a in starts:
         yield Save(a)
-        yield Advance(a, b)
-    for k in reversed(range(len(starts))):
-        if k < len(starts) - 1:
-            yield Load(starts[k])
-            yield Free(starts[k])
-        yield from recursive_actions(cuts[k], cuts[k + 1], free - k, branch, weight)
+        yield Advance(a, a + part)
+    yield from recursive_actions(last, stop, free - len(starts), branch, weight)
+    for k, a in reversed([*enumerate(starts)]):
+        yield Load(a)
+        yield Free(a)
+        yield from recursive_actions(a, a + part, free - k, branch, weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +233,7 @@ def _counter(weight: float, state_is_tape: bool) -> _Counter:
         if _fits(length, free, weight):
             spared = 2 if state_is_tape and not last else 1
             return _Count(0, length - 1, max(0, length - spared) * weight, 2 * length - 1)
-        part = -(-length // (branch + 1))  # as `_cut` does
+        part = -(-length // (branch + 1))  # as above
         saves = -(-length // part) - 1
         if not 1 <= saves <= free:
             return None
@@ -288,12 +282,6 @@ def _counter(weight: float, state_is_tape: bool) -> _Counter:
     return count
 
 
-def _take(counts: _Count, costs: Costs, n: int) -> Simulation:
-    taped = counts.taped + 1  # the last step's Tape, and EndForward, are two actions more
-    found = Counts(counts.advanced + taped, taped, peak_slots=counts.peak)
-    return found.take(costs, n, counts.actions + 2)
-
-
 def recursive(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     """Return the plan of recursive segments with the branching that costs least.
 
@@ -311,11 +299,13 @@ def recursive(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     n = require_steps(n_steps, "recursive")
     weight = costs.tape_slots
     count = _counter(weight, costs.state_is_tape)
-    found = [
-        (_take(counts, costs, n), branch)
-        for branch in sorted({*range(1, min(slots, 64) + 1), slots})
-        if branch > 0 and (counts := count(n, slots, branch, True)) is not None
-    ]
+    found = []
+    for branch in sorted({*range(1, min(slots, 64) + 1), slots} - {0}):
+        counts = count(n, slots, branch, True)
+        if counts is not None:
+            taped = counts.taped + 1  # the last step's Tape, and EndForward, are two actions more
+            takes = Counts(counts.advanced + taped, taped, peak_slots=counts.peak)
+            found.append((takes.take(costs, n, counts.actions + 2), branch))
     if not found and costs.one_tape:
         raise BudgetError(ONE_TAPE.format("recursive"))
     if not found:

@@ -129,7 +129,8 @@ def interval(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     (20982.0, 2931.0)
     """
     n = require_steps(n_steps, "interval")
-    plain = _revolve(costs, slots, n)
+    why = "No interval pays, reaches the slow tier in time and fits there"
+    plain = plain_revolve("interval", costs, slots, n, why)
     least = _least_length(costs, n)
     if least >= n:
         return plain
@@ -184,11 +185,6 @@ def _lengths(least: int, n_steps: int) -> Reals:
 
 # Up to this length every interval is tried, beyond one in 64.
 _EVERY_LENGTH = 1 << 12
-
-
-def _revolve(costs: Costs, slots: int, n: int) -> Plan:
-    why = "No interval pays, reaches the slow tier in time and fits there"
-    return plain_revolve("interval", costs, slots, n, why)
 
 
 def _seconds(costs: Costs, slots: int, n: int, lengths: Reals) -> Reals:
