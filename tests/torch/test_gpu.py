@@ -120,6 +120,16 @@ def test_the_limit_holds_by_the_allocator(share: float, planner: Any) -> None:
     assert peak >= 0.7 * ours.plan.peak_bytes
 
 
+@pytest.mark.skipif(not REAL, reason="a tier is measured with random numbers of the device")
+def test_stages_without_parameters_use_a_tier_of_the_device_of_their_input() -> None:
+    x = torch.randn(1 << 22, device=DEVICE, requires_grad=True)
+    stages = [nn.Sequential(nn.Softmax(0), nn.Tanh(), nn.Softmax(0)) for _ in range(8)]
+    ours = mst.Sequential(stages, x, memory=0.5, tiers=["pinned:256MiB"])
+    (adjoint,) = torch.autograd.grad(ours(x).sum(), x)
+    (plain,) = torch.autograd.grad(nn.Sequential(*stages)(x).sum(), x)
+    assert torch.equal(adjoint, plain)
+
+
 def test_no_limit_means_the_device() -> None:
     x = torch.randn(4, 3, 32, 32, device=DEVICE)
     ours = mst.Sequential(_chain(), x)

@@ -19,12 +19,10 @@ from ...planners.chain.at_once import OFFLOADING, beside
 from ...planners.chain.heterogeneous import plan_chain
 from ...support.units import format_bytes
 from ..chains.hooking import hooks_s
-from ..environment.randomness import cuda_or_cpu
-from ..environment.states import tensors_in
 from ..measurement.measure import Profile
 from ..tensors.meter import free_bytes
 from ..tiers.tiered import Tiered
-from .limited import LimitedModule, is_plain
+from .limited import Limited, LimitedModule, is_plain
 
 # A plan with a tier must be faster than one without by this factor: clocks are not exact,
 # and what is chosen for less is noise.
@@ -93,7 +91,7 @@ def _best_with_tier(
 ) -> Choice:
     """Return the fastest plan with a tier.  Raises BudgetError."""
     limit = within = _in_bytes(profiles[0], memory)
-    device, buffers = device_of(sequential), 0
+    device, buffers = sequential._multistage.device, 0
     try:
         rates = tiered.measured(device, limit)
         if together:
@@ -215,17 +213,11 @@ def _in_bytes(profile: Profile, memory: int | str | float | None) -> int | None:
     return memory_bytes(memory, plain_bytes)
 
 
-def device_of(sequential: LimitedModule) -> torch.device:
-    """Return the first CUDA device of the parameters, else the CPU."""
-    return cuda_or_cpu(sequential.parameters())
-
-
-def limit_of(sequential: LimitedModule, state: object) -> int | str | float | None:
+def limit_of(chain: Limited) -> int | str | float | None:
     """Return the memory limit: the one given, else that of the device."""
-    chain = sequential._multistage
     if chain.memory is not None or chain.planner == "store-all":
         return chain.memory
-    return free_bytes(cuda_or_cpu([*tensors_in(state), *sequential.parameters()]))
+    return free_bytes(chain.device)
 
 
 def held_by_caller(costs: StageCosts) -> StageCosts:

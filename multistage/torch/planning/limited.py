@@ -113,6 +113,7 @@ class Limited:
     functions: Scope | None = None  # of stages that are no modules
     whole: Scope | None = None  # of all stages
     facts: tuple[int, Facts] | None = None  # of what the scope held last, by its number
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of the last call
     watch: Watch = field(default_factory=Watch)
     # By kind of input; the latest first.
     known: OrderedDict[Kind, Planned] = field(default_factory=OrderedDict)

@@ -33,7 +33,9 @@ from ...planners import Plan
 from ...planners.chain.heterogeneous import smallest_memory
 from ...support.units import format_bytes
 from ..chains.holdings import CannotTravel
+from ..environment.randomness import cuda_or_cpu
 from ..environment.scope import Found
+from ..environment.states import tensors_in
 from ..environment.turns import TURN
 from ..measurement.checking import Both, Checked, NotAlone, check_chain, room_for_tapes
 from ..measurement.measure import Profile, measure_stages
@@ -41,7 +43,7 @@ from ..measurement.traits import Traits
 from ..measurement.watching import Seen
 from ..tensors.meter import Meter
 from ..tiers.tiered import Tiered
-from .choosing import PAYS, chosen, device_of, held_by_caller, limit_of
+from .choosing import PAYS, chosen, held_by_caller, limit_of
 from .limited import (
     Kind,
     Limited,
@@ -87,6 +89,8 @@ def planned_for(
 ) -> Planned:
     """Return what is known of inputs like this one; profile and plan if nothing is."""
     chain = sequential._multistage
+    if torch.cuda.is_available():
+        chain.device = cuda_or_cpu([*tensors_in(state), *sequential.parameters()])
     kind = kind_of_call(sequential, state, found)
     planned = chain.known.get(kind)
     if planned is None or not planned.holds(stages_of(sequential)):
@@ -192,7 +196,7 @@ def replanned(sequential: LimitedModule, planned: Planned, state: object) -> Pla
         return planned
     if not (tiered.drifted() if plan.writes else tiered.forget()):
         return planned
-    began, limit = tiered.clock(), limit_of(sequential, state)
+    began, limit = tiered.clock(), limit_of(chain)
     try:
         _, found = chosen(sequential, [planned.profile], limit, together=False)
     except StoreError as error:
@@ -232,7 +236,7 @@ def within_limit(sequential: LimitedModule, planned: Planned, state: object) -> 
     """
     if is_collective(sequential):
         return planned
-    meter = Meter(device_of(sequential))
+    meter = Meter(sequential._multistage.device)
     for number in range(_MOST_PLANS):
         # What is on its way to a tier depends on the tier's speed.
         if planned.is_roomy or planned.plan.writes:

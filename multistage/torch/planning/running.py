@@ -23,7 +23,7 @@ from ..measurement.checking import Checked
 from ..measurement.measure import SECONDS, Profile, measure_stages
 from ..measurement.traits import ApartError, LargerError, Sizes
 from ..tiers.lane import ChainTier
-from .choosing import chosen, device_of, limit_of, of_rank_0
+from .choosing import chosen, limit_of, of_rank_0
 from .limited import (
     Limited,
     LimitedModule,
@@ -71,9 +71,9 @@ def fitted(sequential: LimitedModule, state: object, found: Profile, together: b
     profiles = counted(sequential, found)
     if together:
         profiles = [replace(each, costs=of_rank_0(each.costs)) for each in profiles]
-    profile, plan = chosen(sequential, profiles, limit_of(sequential, state), together)
+    profile, plan = chosen(sequential, profiles, limit_of(sequential._multistage), together)
     _refuse_unhooked(profile, plan)
-    if plan.memory_bytes is not None and device_of(sequential).type == "cpu":
+    if plan.memory_bytes is not None and sequential._multistage.device.type == "cpu":
         _tell_of_resident_memory()
     # Where there is room for twice as much, values of tensors are not thought to decide.
     roomy = plan.memory_bytes is None or plan.memory_bytes >= 2 * plan.plain_bytes
@@ -184,7 +184,7 @@ def _tier(sequential: LimitedModule, plan: Plan) -> ChainTier | None:
     tiered = sequential._multistage.tiered
     if tiered is None or not plan.writes:
         return None
-    return tiered.tier(device_of(sequential), plan.memory_bytes)
+    return tiered.tier(sequential._multistage.device, plan.memory_bytes)
 
 
 def _beside_stuck(sequential: LimitedModule, planned: Planned, state: object) -> Planned:
@@ -220,7 +220,7 @@ def run(
     collective = facts_of(sequential, found).collective
     metered = None
     if trains and not (planned.is_roomy or collective):
-        metered = chain.watch.next(planned.seen, device_of(sequential))
+        metered = chain.watch.next(planned.seen, chain.device)
     if metered is None and planned.runs_plainly(way):
         return run_plain(sequential, state)
     if metered is not None:
