@@ -56,11 +56,8 @@ def show(args: argparse.Namespace) -> int:
 
 def remove(args: argparse.Namespace) -> int:
     """Remove the files of one run, or of every rank of it."""
-    from ..durable.status import clean, clean_ranks, rank_folders
+    from ..durable.status import clean_ranks
 
-    if rank_folders(args.folder):
-        for each in clean_ranks(args.folder, force=args.force, dry_run=args.dry_run):
-            print(each)
-    else:
-        print(clean(args.folder, force=args.force, dry_run=args.dry_run))
+    for each in clean_ranks(args.folder, force=args.force, dry_run=args.dry_run):
+        print(each)
     return 0

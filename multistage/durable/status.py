@@ -313,8 +313,10 @@ def rank_folders(path: str | os.PathLike[str]) -> list[Path]:
 def clean_ranks(
     path: str | os.PathLike[str], *, force: bool = False, dry_run: bool = False
 ) -> list[Cleaned]:
-    """Do what `clean` does in the folder of every rank, or in none if one is refused."""
+    """Do what `clean` does; of an MPI program in every rank's folder, or in none if one refuses."""
     folders = rank_folders(path)
+    if not folders:
+        return [clean(path, force=force, dry_run=dry_run)]
     would = [clean(folder, force=force, dry_run=True) for folder in folders]
     if dry_run:
         return would
