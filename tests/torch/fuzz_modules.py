@@ -1,4 +1,4 @@
-"""Random modules trained by `Sequential`, `unroll` and `offload`, and plainly.
+"""Random modules trained by `Sequential`, `compile`, `unroll` and `offload`, and plainly.
 
     python tests/torch/fuzz_modules.py --seconds 600 --seed 0
     python tests/torch/fuzz_modules.py --count 2000 --only unroll

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import multistage.torch as mst
-from multistage.errors import ArgumentError, DifferenceWarning, MultistageError, StateError
+from multistage.errors import ArgumentError, DifferenceWarning, StateError
 from multistage.torch.planning import running
 
 
@@ -225,12 +225,6 @@ def test_nested_tensors_of_strided_layout_inside_a_stage_keep_its_tape() -> None
     stages, x = [Block(pads if k == 3 else None) for k in range(8)], torch.randn(64, 16)
     model = mst.Sequential(stages, x, memory=1.0)
     model(x).sum().backward()
-
-
-def test_double_backward_is_refused_in_one_sentence() -> None:
-    model, x = _rerunning()
-    with pytest.raises(MultistageError, match="double backward"):
-        torch.autograd.grad(model(x).sum(), list(model.parameters()), create_graph=True)
 
 
 @pytest.mark.parametrize("special", [nests, differentiates_by_func])

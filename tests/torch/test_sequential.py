@@ -221,6 +221,7 @@ def test_stages_that_share_or_pass_on_other_things(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.long
 def test_compiled_stages_train_within_a_limit() -> None:
     """The compiler leaves the hooks alone that are called while a compiled stage runs."""
     plain = a_chain(*("residual",) * 4)

@@ -31,6 +31,8 @@ TAME = (
     "Recurrent",
 )
 LATE = ("LateNoise", "LateDraw", "LateBuffer")
+# What TorchDynamo does not capture, or captures with draws other than the module's own.
+UNCAPTURED = ("Recurrent", "NumpyNoise", "Lazy")
 BLOCKS = {
     name: value
     for name, value in vars(ingredients).items()
@@ -138,6 +140,9 @@ def draw(seed: int, only: str | None = None) -> Case:
     if unroll and chance.random() < 0.25:
         blocks[chance.randrange(count)] = chance.choice(LATE)
 
+    if front == "compile":
+        blocks = ["Dense" if name in UNCAPTURED else name for name in blocks]
+
     def rarely(share: float = 0.2) -> bool:
         return chance.random() < share
 
@@ -150,7 +155,8 @@ def draw(seed: int, only: str | None = None) -> Case:
         seed=seed,
         front=front,
         blocks=tuple(blocks),
-        memory=chance.choice((0.3, 0.5, 0.6, 0.7, 0.85)),
+        # Graphs are not tried again within more, and their inputs are a part of the limit.
+        memory=0.95 if front == "compile" else chance.choice((0.3, 0.5, 0.6, 0.7, 0.85)),
         check="error" if hidden else chance.choice(("off", "error")),
         steps=chance.choice((1, 2, 2, 3)),
         wants=rarely(0.4),
