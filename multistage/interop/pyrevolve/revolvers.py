@@ -167,30 +167,19 @@ class BaseRevolver:
         )
         decides = tiers is not None or assumed is None
         ranks = ranks_of(self.checkpoint, self._comm, decides=decides)
-        made: Reversal[Checkpoint, None] | MPIReversal[Checkpoint, None]
-        if ranks is None:
-            made = Reversal(
-                self._chain,
-                n_steps=self.n_timesteps,
-                memory=memory,
-                tiers=tiers,
-                planner=planner,
-                costs=costs,
-                progress=progress,
-                states=self._states,
-            )
-        else:
-            made = MPIReversal(
-                self._chain,
-                n_steps=self.n_timesteps,
-                comm=ranks,
-                memory=memory,
-                tiers=_only(tiers),
-                planner=planner,
-                costs=costs,
-                progress=progress,
-                states=self._states,
-            )
+        make: Callable[..., Reversal[Checkpoint, None] | MPIReversal[Checkpoint, None]] = Reversal
+        if ranks is not None:
+            make, tiers = partial(MPIReversal, comm=ranks), _only(tiers)
+        made = make(
+            self._chain,
+            n_steps=self.n_timesteps,
+            memory=memory,
+            tiers=tiers,
+            planner=planner,
+            costs=costs,
+            progress=progress,
+            states=self._states,
+        )
         self._reversal = made
         # Ranks collect it at other moments: nothing that they would have to do together.
         self._close = made.let_go if isinstance(made, MPIReversal) else made.close
@@ -401,16 +390,8 @@ class SingleLevelRevolver(BaseRevolver):
         progress: bool | None = None,
         comm: Communicator | None = None,
     ) -> None:
-        super().__init__(
-            checkpoint,
-            fwd_operator,
-            rev_operator,
-            n_checkpoints,
-            n_timesteps,
-            timings,
-            profiler,
-            comm,
-        )
+        three = checkpoint, fwd_operator, rev_operator
+        super().__init__(*three, n_checkpoints, n_timesteps, timings, profiler, comm)
         if n_checkpoints is None:
             if not diskstorage and memory is tiers is planner is None:
                 memory, tiers, planner = defaults.memory, defaults.tiers, defaults.planner
