@@ -50,7 +50,7 @@ planners/test_planners.py
 - if self.levels[k] < highest:
 + if self.levels[k] <= highest:
 
-planners/test_planners.py
+planners/test_corpus.py
 - (tier.read_s + step_s) / (step_s + turn_s)
 + tier.read_s / (step_s + turn_s)
 
