@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import types
+import random
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import fuzz_facts
 import pytest
 import torch
 from torch import Tensor, nn
@@ -385,76 +385,16 @@ def test_modes_that_an_error_leaves_open_are_closed() -> None:
 
 # ------------------------------------------------------- what a graph depends on
 
-SCALE = 2.0
 APPENDED: list[Tensor] = []
-CONFIG = types.SimpleNamespace(a=types.SimpleNamespace(b=types.SimpleNamespace(scale=1.0)))
 
 
-class Constants:
-    scale = 1.5
-
-
-def set_global(model: Any) -> None:
-    globals()["SCALE"] = 3.0
-
-
-def replace_forward(model: Any) -> None:
-    model.blocks[0].linear.forward = lambda x: x * 2
-
-
-FACTS: dict[str, tuple[Extra, Callable[[Any], object]]] = {
-    "global": (lambda b, y: y * SCALE, set_global),
-    "class": (lambda b, y: y * Constants.scale, lambda m: setattr(Constants, "scale", 2.5)),
-    "own class": (lambda b, y: y * type(b).factor, lambda m: setattr(Block, "factor", 3.0)),
-    "nested": (lambda b, y: y * CONFIG.a.b.scale, lambda m: setattr(CONFIG.a.b, "scale", 7.0)),
-    "environ": (
-        lambda b, y: y * float(os.environ["MULTISTAGE_SCALE"]),
-        lambda m: os.environ.__setitem__("MULTISTAGE_SCALE", "5"),
-    ),
-    "list": (
-        lambda b, y: b.listed[0](y) * getattr(b.listed[0], "k", 1.0),
-        lambda m: [setattr(b.listed[0], "k", 4.0) for b in m.blocks],
-    ),
-    "forward": (lambda b, y: y, replace_forward),
-    "format": (
-        lambda b, y: y if b.linear.weight.is_contiguous() else y * 3,
-        lambda m: setattr(
-            m.blocks[1].linear, "weight", nn.Parameter(m.blocks[1].linear.weight.t())
-        ),
-    ),
-    "parameter": (
-        lambda b, y: y,
-        lambda m: setattr(m.blocks[1].linear, "weight", nn.Parameter(torch.ones(WIDTH, WIDTH))),
-    ),
-    "frozen": (lambda b, y: y, lambda m: m.blocks[0].requires_grad_(False)),
-    "hook": (
-        lambda b, y: y,
-        lambda m: m.blocks[1].linear.register_forward_hook(lambda module, given, y: y * 2),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FACTS)
-def test_a_fact_that_changes_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    extra, change = FACTS[name]
-    monkeypatch.setattr(Block, "factor", 1.0, raising=False)
-    monkeypatch.setattr(Constants, "scale", Constants.scale)
-    monkeypatch.setattr(CONFIG.a.b, "scale", 1.0)
-    monkeypatch.setitem(globals(), "SCALE", 2.0)
-    monkeypatch.setenv("MULTISTAGE_SCALE", "1")
-    plain = Net(extra)
-    for block in plain.blocks:
-        block.listed = [nn.Linear(WIDTH, WIDTH)]  # type: ignore[assignment]
-    ours = copy.deepcopy(plain)
-    compiled = mst.compile(ours, memory=0.7)
-    before = step(compiled, batch())
-    assert torch.equal(before, step(plain, batch()))
-    for model in (plain, ours):
-        change(model)
-    after = step(compiled, batch())
-    assert torch.equal(after, step(plain, batch()))
-    assert name in ("frozen",) or not torch.equal(before, after)
-    assert_equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+def test_facts_that_change_between_iterations_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUZZ_SCALE", "1")
+    rng = random.Random(0)
+    assert fuzz_facts.differing(rng.sample(fuzz_facts.NAMES, len(fuzz_facts.NAMES)), rng) == []
+    # Of a model that is captured once, each is another.
+    monkeypatch.setattr(mst, "compile", lambda model, **_: copy.deepcopy(model))
+    assert fuzz_facts.differing(["attribute", "weight", "mode"], rng)
 
 
 def test_side_effects_happen_at_every_call() -> None:
