@@ -372,8 +372,8 @@ class Sweep:
         """
         held, tapes, counts, clock = self.held, self.tapes, self.counts, self.clock
         slots, advance_by, reverse_by = self.slots, self.chain.advance, self._reverse_by
+        apart, keep = slots.apart, slots.keep
         by_tape, one_tape, in_place = not self.state_is_tape, self.one_tape, self.in_place
-        apart, keep, is_live = slots.apart, slots.keep, slots.shared and not one_tape
         actions: Iterable[Any] | None = self.schedule  # narrowed by `kind`
         while actions is not None:
             for action in actions:
@@ -389,7 +389,8 @@ class Sweep:
                         raise no_adjoint(step)
                     self.adjoint, self.end = adjoint, step
                     counts.reverse_steps += 1
-                    counts.reverse_s += (now := clock()) - self.last
+                    now = clock()
+                    counts.reverse_s += now - self.last
                 elif kind is Advance:
                     start, stop = action.start, action.stop
                     if start != self.at or (one_tape and tapes):
@@ -404,15 +405,14 @@ class Sweep:
                         slots.check(self.live, stop)
                         self._checks = in_place
                     counts.forward_steps += stop - start
-                    counts.forward_s += (now := clock()) - self.last
+                    now = clock()
+                    counts.forward_s += now - self.last
                 else:
                     if kind is Save and action.step == self.at:
                         self.used = used = self.used + 1
                         if used > counts.peak_slots or used > self.limit:
                             self.reach(action, used)
                         held[self.at] = keep(self.live, self.at)
-                    elif kind is Load and is_live and (kept := held.get(action.step)) is not None:
-                        self.live, self.at = kept.state, action.step
                     elif kind is Load:
                         self._load(action)
                     elif kind is Free:

@@ -47,7 +47,7 @@ from ..single.binomial import beta, nu, repetitions, reverse_actions
 from ..single.revolve import revolve_takes
 from .reserve import Reservation
 from .streaming import SPACINGS, Form, ring_prediction, streaming, streaming_spacing, timed
-from .sweep import Sweep, SweepMemory, reverse_sweep, ring_forward
+from .sweep import Forward, Sweep, SweepMemory, reverse_sweep, ring_forward
 
 IsLast = Callable[[int], bool]
 
@@ -344,17 +344,17 @@ def resumed_schedule(
     """
     memory = SweepMemory(_sweep(_with_tier(costs), slots, n_steps))
     memory.readable.extend(stored)
-    return _forward(memory, n_steps, is_last) if end is None else _reverse(memory, end)
+    forward = _forward(memory, n_steps, is_last) if end is None else _ended(memory, end)
+    return reverse_sweep(memory, forward)
 
 
-def _forward(memory: SweepMemory, n: int | None, is_last: IsLast | None) -> Schedule:
+def _forward(memory: SweepMemory, n: int | None, is_last: IsLast | None) -> Forward:
     """Go on from the newest checkpoint that can be read, as a ring."""
     if n == 1:
         yield Tape(0)
         yield EndForward()
         yield Reverse(0)
-        yield from map(Drop, memory.readable)
-        return
+        return 0
     start, first = 0, 0.0
     while memory.readable:
         step = memory.readable[-1]
@@ -376,14 +376,12 @@ def _forward(memory: SweepMemory, n: int | None, is_last: IsLast | None) -> Sche
         start = step + 1
         first = start + memory.sweep.spacing - 1
         if is_last is not None and is_last(start):
-            yield from _reverse(memory, start)
-            return
+            return (yield from _ended(memory, start))
         break
-    end = yield from ring_forward(memory, n, is_last, start, first)
-    yield from reverse_sweep(memory, end)
+    return (yield from ring_forward(memory, n, is_last, start, first))
 
 
-def _reverse(memory: SweepMemory, end: int) -> Schedule:
+def _ended(memory: SweepMemory, end: int) -> Forward:
     yield EndForward()
     memory.ended = True
-    yield from reverse_sweep(memory, end)
+    return end

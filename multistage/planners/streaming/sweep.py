@@ -34,7 +34,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from ...actions import (
     Action,
@@ -55,6 +55,8 @@ from ...actions import (
 from ..single.binomial import reverse_actions
 from .reserve import Reservation
 
+# Actions up to where the reverse sweep starts, which is returned.
+Forward: TypeAlias = Generator[Action, Answer, int]
 # Most reads in flight or landed ahead of their use.
 DEPTH = 4
 
@@ -115,7 +117,8 @@ class Sweep:
         With `n_steps` None (ring only), `is_last(i)` is asked when state i is
         live whether it is the last.
         """
-        return _schedule(self, n_steps, is_last)
+        memory = SweepMemory(self)
+        return reverse_sweep(memory, _forward(memory, n_steps, is_last))
 
 
 class SweepMemory:
@@ -382,7 +385,7 @@ def ring_forward(
     is_last: Callable[[int], bool] | None = None,
     start: int = 0,
     first: float = 0.0,
-) -> Generator[Action, Answer, int]:
+) -> Forward:
     """Run forward as a ring; return the step at which the reverse sweep starts.
 
     Parameters
@@ -501,11 +504,12 @@ def _tail(memory: SweepMemory, start: int, n: int) -> Schedule:
 # -------------------------------------------------------- the reverse sweep
 
 
-def reverse_sweep(memory: SweepMemory, end: int) -> Schedule:
-    """Reverse all steps before `end`, and give back what is left.
+def reverse_sweep(memory: SweepMemory, forward: Forward) -> Schedule:
+    """Follow a forward sweep, reverse all steps before what it returns, give back what is left.
 
     Where every checkpoint is lost the rest is reversed from the caller's state 0.
     """
+    end = yield from forward
     held, pending, readable, sweep = memory.held, memory.pending, memory.readable, memory.sweep
     slots, leftover, writing = sweep.slots, memory.leftover, memory.writing
     while end > 0:
@@ -582,17 +586,15 @@ def _upper_part(
     return start
 
 
-def _schedule(sweep: Sweep, n: int | None, is_last: Callable[[int], bool] | None) -> Schedule:
+def _forward(memory: SweepMemory, n: int | None, is_last: Callable[[int], bool] | None) -> Forward:
+    end = memory.sweep.tail_start
     if n == 1:
         yield Tape(0)
         yield EndForward()
         yield Reverse(0)
-        return
-    memory = SweepMemory(sweep)
-    end = sweep.tail_start
+        return 0
     if end is None:
-        end = yield from ring_forward(memory, n, is_last)
-    else:
-        assert n is not None
-        yield from tail_forward(memory, n, end)
-    yield from reverse_sweep(memory, end)
+        return (yield from ring_forward(memory, n, is_last))
+    assert n is not None
+    yield from tail_forward(memory, n, end)
+    return end
