@@ -60,6 +60,7 @@ _SECONDS = 1.0
 # In which all that attributes hold has been replaced.
 _MOST_ITERATIONS = 4
 _ABSENT = object()
+_this_pass = torch._C._current_graph_task_id  # of the backward at work in this thread
 # Of two runs of operators that are not deterministic, relative: sums in another order.  Those of
 # a processor hardly ever are; a hidden counter behind a norm may be felt no more than 1e-3.
 _ROUNDING, _ROUNDING_ON_CPU = 1e-3, 1e-5
@@ -404,7 +405,7 @@ class Both:
         passes: set[int] = set()
         handles: list[RemovableHandle] = []
         try:
-            handles += (t.register_hook(lambda _: passes.add(_backward_pass())) for t in roots)
+            handles += (t.register_hook(lambda _: passes.add(_this_pass())) for t in roots)
             handles += (t.register_hook(_taker(found, names[id(t)], look, passes)) for t in targets)
             keep = self._targets is not None or bool(ends)
             adjoints = _adjoints(roots)
@@ -489,16 +490,11 @@ class _Casts(TorchDispatchMode):
         return False  # else torch imports its compiler, for seconds
 
 
-def _backward_pass() -> int:
-    """Return the number of the backward pass that is at work in this thread."""
-    return torch._C._current_graph_task_id()
-
-
 def _taker(
     found: Seen, name: str, look: Callable[[Tensor], object], passes: Set[int]
 ) -> Callable[[Tensor | None], Tensor | None]:
     def take(gradient: Tensor | None) -> Tensor | None:
-        if gradient is None or _backward_pass() not in passes:  # None: a Function returned none
+        if gradient is None or _this_pass() not in passes:  # None: a Function returned none
             return None
         found[name] = look(gradient)
         # What is kept until the end is one number in place of the gradient.

@@ -190,7 +190,10 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 def storages_of(tensor: Tensor) -> dict[int, torch.UntypedStorage]:
     """Return the storages of a tensor, or of its parts if it is sparse, by their addresses."""
-    found = [part.untyped_storage() for part in parts_of(tensor)]
+    try:
+        found = [part.untyped_storage() for part in parts_of(tensor)]
+    except NotImplementedError:  # wrapped by torch.func: none of its own
+        return {}
     return {storage._cdata: storage for storage in found}
 
 
