@@ -244,11 +244,11 @@ def test_a_key_is_put_again_while_its_write_below_goes_on() -> None:
     store.open(Layout.of((_line(0, size),)))
     try:
         assert all(store.put(key, [_line(key, size)], block=True) for key in range(3))
+        assert store.wait_written(0) and not store.waits()  # it is copied, and moves on
         store.drop(0)
         assert store.put(0, [_line(7, size)])
         gate.set()
-        assert store.put(3, [_line(3, size)], block=True)
-        assert store.put(4, [_line(4, size)], block=True)
+        assert all(store.put(key, [_line(key, size)], block=True) for key in (3, 4))
         for key, content in ((4, 4), (0, 7), (3, 3), (2, 2), (1, 1)):
             assert np.array_equal(store.get(key)[0].numpy(), _line(content, size))
     finally:
