@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Concatenate, ParamSpec, TypeVar, Unpack, overload
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -15,7 +13,6 @@ from ..errors import ArgumentError
 from ..model.budget import Budget
 from ..model.stages import StageCosts
 from .measurement.checking import Check, checked_choice
-from .offload import offload
 from .sequences.arguments import (
     CellPerStep,
     Options,
@@ -32,7 +29,6 @@ from .sequences.inputs import Given, Inputs
 from .sequences.results import Outputs
 from .sequences.results import Unrolled as Unrolled
 from .sequences.running import run
-from .sequences.search import TRAVELS_BYTES
 from .sequences.survey import surveyed
 from .sequences.unroll_plan import UnrollPlanner
 
@@ -278,8 +274,4 @@ def unroll(
     survey, facts = surveyed(
         cells, state, sequence, parameters, random, settings, equal=equal, either=either
     )
-
-    def travels(stays: Sequence[Tensor], device: torch.device) -> AbstractContextManager[object]:
-        return offload(settings.tiers, min_bytes=TRAVELS_BYTES, stays=stays, device=device)
-
-    return run(survey, facts, state, outputs, settings, travels)
+    return run(survey, facts, state, outputs, settings)

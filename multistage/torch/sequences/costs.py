@@ -59,7 +59,7 @@ class Cost:
     chunk : int
         Time steps.
     peak_bytes : int
-        Allocated at most with a graph and back, beyond the state before.
+        Allocated at most with a graph and back from the state before, beyond it.
     saved : tuple of int or None
         Sizes of the storages its graph saves, parameters and the state not counted;
         None if that is not known, or hooks on saved tensors are not possible.
@@ -313,6 +313,7 @@ def measured(
         rest = sum(t.nbytes for t in trial.first.tensors[len(leaves) :])
         forward_s, alone_s, taping_s, back_s = trial.seconds()
         out, taped, forward_peak, taping_peak, back_peak, by_values = trial.bytes()
+        peak_bytes = trial.peak_bytes()
         saved = trial.saved() if tapes else None
     overhead_s = max(0.0, forward_s - alone_s)  # of a chunk beside its step
     # With what taping takes longer than a run that keeps nothing.
@@ -342,7 +343,7 @@ def measured(
         by_values=by_values,
         parameters=kind.parameters,
         chunk=steps[1] - steps[0],
-        peak_bytes=max(taping_peak, back_peak),
+        peak_bytes=peak_bytes,
         saved=saved,
     )
 
@@ -430,6 +431,13 @@ class _Trial:
             chain.reverse(held.pop(), self._adjoint, 0)
             back_peak = meter.peak_bytes - sums
         return out, taped, forward_peak, taping_peak, back_peak, meter.sizes_vary
+
+    def peak_bytes(self) -> int:
+        """Return the most that the steps allocate, run with a graph and back from their state."""
+        with self.metered() as meter:
+            sums = self.renewed_sums(meter)
+            self.chain.reverse(self.first, self._adjoint, 0)
+            return meter.peak_bytes - sums
 
     def metered(self) -> Meter:
         """Return what counts bytes beside those that lie there before a step."""

@@ -60,6 +60,8 @@ def planned(
         Of the check.
     """
     facts, n, settings = given.facts, given.inputs.steps, given.settings
+    if settings.planner == "stream" and store is None:
+        raise ArgumentError("planner 'stream' needs a tier, as in tiers=['file:///scratch']")
     KNOWN.renew(settings.tiers)
     kinds = (
         tuple([_key(given, kind, survey) for kind in facts.kinds]),
@@ -78,26 +80,26 @@ def planned(
     budget = settings.memory or Budget(bytes=free)
     costs: list[Cost] = []
     steps: Steps | None = None
-    fresh, by_values = False, False
+    fresh = False
     found: Equal | Unequal
     if facts.equal:
-        samples, fresh = _samples(given, leaves, kinds, budget)
-        found = _equal(given, samples, layout, store, leaves)
-        by_values = any(each.by_values for each in samples)
+        costs, fresh = _samples(given, leaves, kinds, budget)
+        found = _equal(given, costs, layout, store, leaves)
     else:
         if settings.costs is None:
             steps, costs = _steps_of(given, survey, leaves)
         else:
             steps = _steps_by(settings.costs, facts, n)
         found = Unequal(steps, settings, store, given.device)
-        by_values = any(cost.by_values for cost in costs)
     memory = budget.bytes_of(lambda: found.keep_bytes)
-    plan = choose(found, n, memory, settings, has_tier=store is not None)
+    plan = choose(found, n, memory, settings)
     again = kinds, plan.plan is not None
     checked = KNOWN.get(Checked, again)
     if fresh or checked is None:
         checked = KNOWN.put(again, check(plan, steps))
-    plan = replace(plan, kinds=_counted(costs, facts), checked=checked, by_values=by_values)
+    counted = () if facts.equal else _counted(costs, facts)
+    by_values = any(cost.by_values for cost in costs)
+    plan = replace(plan, kinds=counted, checked=checked, by_values=by_values)
     return KNOWN.put(key, Known(plan, weight))
 
 

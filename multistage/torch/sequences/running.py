@@ -9,7 +9,6 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +23,6 @@ from ...backends.lifetimes import Ending
 from ...errors import BudgetError, MultistageError
 from ...execute.executor import Executor
 from ...execute.late import EqualSteps, Late, Stages
-from ...planners.single.revolve import revolve_schedule
 from ...reversing.streamed import largest_of, probe_bytes
 from ...schedule.rules import Rules
 from ...schedule.simulation import simulate
@@ -34,6 +32,7 @@ from ...support.progress import Bars
 from ..environment.randomness import cuda_or_cpu, refuse_hidden_draws
 from ..measurement.checking import Checked, check_chain
 from ..measurement.exploring import hooks_silent
+from ..offload import offload
 from ..tensors.meter import Meter
 from ..tensors.states import TensorLayout, TensorState
 from ..tiers.by_name import open_tiers
@@ -47,6 +46,7 @@ from .planning import planned
 from .remembered import KNOWN, Known
 from .results import Collector, Outputs, Unrolled, results_of
 from .samples import Samples
+from .search import TRAVELS_BYTES
 from .surroundings import Surroundings
 from .survey import Survey
 from .through_time import Computation, Gradients, ThroughTime
@@ -83,12 +83,8 @@ def run(
     state: object,
     outputs: Outputs,
     settings: Settings,
-    travels: Callable[[Sequence[Tensor], torch.device], AbstractContextManager[object]],
 ) -> Unrolled[object, object]:
-    """Run a sequence, by a plan where gradients are required.
-
-    In `travels(stays, device)` tapes travel to the tiers, but for some tensors that stay.
-    """
+    """Run a sequence, by a plan where gradients are required."""
     cells, inputs, leaves = survey.cells, survey.inputs, pytree.tree_leaves(state)
     wanted = [*leaves, *inputs.tensors(), *facts.parameters]
     involved = [*leaves, *inputs.held(), *facts.parameters]
@@ -118,16 +114,11 @@ def run(
         found = _scheduled(given, state, known, store, layout)
     else:
         with around.turn():
-            found = _kept(given, state, known, travels)
+            found = _kept(given, state, known)
     return replace(found, plan=known.plan)
 
 
-def _kept(
-    given: Computation,
-    state: object,
-    known: Known,
-    travels: Callable[[Sequence[Tensor], torch.device], AbstractContextManager[object]],
-) -> Unrolled[object, object]:
+def _kept(given: Computation, state: object, known: Known) -> Unrolled[object, object]:
     """Run the steps plainly, their graphs counted: by given costs the first time alone.
 
     Raises
@@ -137,8 +128,9 @@ def _kept(
     """
     chosen, leaves = known.plan, pytree.tree_leaves(state)
     if chosen.planner == "offload":
-        held = [t for t in [*leaves, given.inputs.given] if isinstance(t, Tensor)]
-        with travels(held, given.device):
+        stays = [t for t in [*leaves, given.inputs.given] if isinstance(t, Tensor)]
+        tiers, device = given.settings.tiers, given.device
+        with offload(tiers, min_bytes=TRAVELS_BYTES, stays=stays, device=device):
             return plainly(given, state)
     if given.settings.costs is None:
         with Allowance(chosen, given.facts, given.inputs).holding_all(given.device) as judge:
@@ -425,8 +417,7 @@ def _checked_part(part: Computation, state: object, chosen: UnrollPlan) -> Check
         n = chain.n_steps
         chain.samples = Samples(None, n, watch=not cells.is_compiled())
         executor = Executor[TensorState, Gradients](chain, (), states=part.states(leaves))
-        again = partial(revolve_schedule, 1, n) if facts.equal else partial(_again, n)
-        return results(Sweep(chain, leaves, again, executor, Bars(False)).run())
+        return results(Sweep(chain, leaves, partial(_again, n), executor, Bars(False)).run())
 
     compared = partial(
         check_chain,

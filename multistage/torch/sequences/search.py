@@ -65,15 +65,13 @@ class Found:
     cuts: tuple[int, ...] = ()
 
 
-def choose(
-    steps: Equal | Unequal, n_steps: int, memory: int, settings: Settings, *, has_tier: bool
-) -> UnrollPlan:
+def choose(steps: Equal | Unequal, n_steps: int, memory: int, settings: Settings) -> UnrollPlan:
     """Return the fastest plan that fits, of all planners and ways to cut the steps.
 
     Raises
     ------
     ArgumentError
-        If the planner needs a tier, and there is none.
+        For planner "offload", if tapes cannot travel.
     BudgetError
         If none fits; the message names the smallest limit that works, as far as is known.
     """
@@ -83,8 +81,6 @@ def choose(
             f"plain autograd takes {keep} bytes ({format_bytes(keep)}) for {n_steps} steps, "
             f"more than the limit of {memory}; use planner='auto'"
         )
-    if planner == "stream" and not has_tier:
-        raise ArgumentError("planner 'stream' needs a tier, as in tiers=['file:///scratch']")
     if planner in ("auto", "keep") and keep <= memory:  # nothing is faster
         found = [Found(steps.keep_s, keep, "keep")]
     else:
@@ -347,7 +343,8 @@ class Unequal:
 
     def _entry(self, plan: Plan, planner: str, cuts: tuple[int, ...], buffers: int) -> Found:
         peak = plan.peak_bytes + self._held + buffers
-        return Found(plan.makespan_s, peak, planner, longest(cuts), plan, cuts)
+        longest = max(b - a for a, b in itertools.pairwise(cuts))
+        return Found(plan.makespan_s, peak, planner, longest, plan, cuts)
 
     def _streamed_by(self, recomputed: Sequence[Found]) -> list[Found]:
         """Return plans that write states to a tier."""
@@ -432,11 +429,6 @@ def _beside(nbytes: int) -> Iterator[None]:
         if error.least_bytes is None:
             raise
         raise BudgetError.below(str(error), error.least_bytes + nbytes) from error
-
-
-def longest(cuts: Sequence[int]) -> int:
-    """Return the steps of the longest chunk."""
-    return max((b - a for a, b in itertools.pairwise(cuts)), default=1)
 
 
 def _streaming(costs: StageCosts, room: int, rates: Tier, *, by_name: bool) -> Plan:

@@ -461,7 +461,7 @@ class ThroughTime:
                 sums[i] = None
             roots += graph.entry.roots(so_far)
         parameters = self.facts.parameters
-        targets = [*wanted, *(x for _, x in xs), *(parameters[i] for i in chosen)]
+        targets = [*wanted, *[x for _, x in xs], *[parameters[i] for i in chosen]]
         with without_hooks(parameters):
             found = gradients_of(self.cells.name, roots, targets)
         for (place, _), gradient in zip(xs, found[len(wanted) :], strict=False):
