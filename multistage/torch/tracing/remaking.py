@@ -25,8 +25,7 @@ from ..measurement.saved import Saved, itself
 from ..measurement.traits import Remade
 from ..tensors.checksums import same_bits
 from ..tensors.geometry import Geometry, is_plain
-from ..tensors.meter import storages_of
-from .observing import _PLAIN
+from .observing import _PLAIN, storage_of
 
 # Bytes that are not kept for a second of making them again, as multiples of what running the
 # whole stage again gives: each is a way to keep the stage's tape.
@@ -252,4 +251,5 @@ def _inputs(n: fx.Node) -> list[fx.Node]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return next(iter(storages_of(tensor)), 0)
+    storage = storage_of(tensor)
+    return 0 if storage is None else int(storage.cdata)
