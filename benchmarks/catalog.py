@@ -109,6 +109,13 @@ CATALOG: tuple[Entry, ...] = (
         environment=ONE_THREAD,
     ),
     Entry(
+        "jax_scan",
+        "Loops of JAX within a limit, beside JAX's own ways",
+        expected_s=150,
+        needs=("jax",),
+        environment=ONE_THREAD,
+    ),
+    Entry(
         "chain_solver",
         "Seconds and memory of the chain solver",
         "Beaumont et al., section 5.2",

@@ -35,6 +35,7 @@ ORDER = (
     "reversing",
     "reversal",
     "torch",
+    "jax",
     "interop",
     "demos",
     "cli",

@@ -23,58 +23,58 @@ from ..errors import ArgumentError, SlowWarning
 from .header import Header, sum_of_sources
 
 _HERE = Path(__file__).parent
-_HEADER = Header("".join((_HERE / name).read_text() for name in ("core.h", "stream.h")))
+HEADER = Header("".join((_HERE / name).read_text() for name in ("core.h", "stream.h", "loop.h")))
 _INT64 = ctypes.c_int64
 
 
-@_HEADER.structure("chain_t")
+@HEADER.structure("chain_t")
 class ChainStruct(ctypes.Structure):
     """`chain_t`: pointers to int64 arrays, and to the float32 prefix sums and leaves."""
 
     owner: object = None
 
 
-@_HEADER.structure("joint_t")
+@HEADER.structure("joint_t")
 class Joint(ctypes.Structure):
     """`joint_t`: a chain, its table, a limit and a tier."""
 
     owner: object = None
 
 
-@_HEADER.structure("program_t")
+@HEADER.structure("program_t")
 class JointProgram(ctypes.Structure):
     """`program_t`: how the dynamic program rounds and what it charges."""
 
 
-@_HEADER.structure("dual_t")
+@HEADER.structure("dual_t")
 class JointDual(ctypes.Structure):
     """`dual_t`: a chain in slots, and prices."""
 
 
-@_HEADER.structure("sweep_t")
+@HEADER.structure("sweep_t")
 class SweepCall(ctypes.Structure):
     """`sweep_t`: a streaming schedule and its costs."""
 
 
-@_HEADER.structure("piece_t")
+@HEADER.structure("piece_t")
 class Piece(ctypes.Structure):
     """`piece_t`: an array and its place in a record."""
 
 
-Transfer = _HEADER.callback("transfer_t")
+Transfer = HEADER.callback("transfer_t")
 
 
-@_HEADER.structure("stream_view_t")
+@HEADER.structure("stream_view_t")
 class StreamView(ctypes.Structure):
     """`stream_view_t`: what a record stream shows."""
 
 
-@_HEADER.structure("stream_record_t")
+@HEADER.structure("stream_record_t")
 class StreamRecord(ctypes.Structure):
     """`stream_record_t`: a transfer that has ended."""
 
 
-@_HEADER.structure("stream_options_t")
+@HEADER.structure("stream_options_t")
 class StreamOptions(ctypes.Structure):
     """`stream_options_t`: how a record stream is set up."""
 
@@ -114,7 +114,7 @@ def _declared(library: ctypes.CDLL, path: str) -> ctypes.CDLL:
     """
     expected = sum_of_sources(_HERE)
     try:
-        _HEADER.declare(library)
+        HEADER.declare(library)
         stale = "other sources" if expected not in (0, library.ms_sources()) else ""
     except AttributeError as error:
         stale = f"another version ({error})"
@@ -130,7 +130,7 @@ def _declared(library: ctypes.CDLL, path: str) -> ctypes.CDLL:
 def _load_held(path: str) -> ctypes.PyDLL:
     """Return what takes nanoseconds and never waits, called with the interpreter lock held."""
     held = ctypes.PyDLL(path)
-    _HEADER.declare(held)
+    HEADER.declare(held)
     return held
 
 

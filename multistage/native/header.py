@@ -86,7 +86,7 @@ class Header:
             If it lacks one of them.
         """
         for name, (result, parameters) in self._functions.items():
-            if name.startswith("ms_stream") and sys.platform != "linux":
+            if name.startswith(("ms_stream", "ms_loop")) and sys.platform != "linux":
                 continue
             function = getattr(library, name)
             function.restype = _NUMBERS[result]

@@ -75,7 +75,7 @@ static void wrote(stream_t *s, extent_t *e)
     e->state = failed ? FAILED : DONE;
     free(e->pieces);
     e->pieces = NULL;
-    if (s->o.count == 1)
+    if (!s->o.n_buffers)
         s->waiting--, s->view->written = e->id;
     if (!failed)
         s->view->bytes_written += e->nbytes;
@@ -101,7 +101,7 @@ static void landed(stream_t *s, extent_t *e)
         let_land(s, e);
     } else
         s->view->bytes_read += e->nbytes;
-    if (s->o.count == 1)
+    if (!s->o.n_buffers)
         s->view->read = e->read_id;
     if (!failed || e->live) /* not of one that was given up */
         note(s, e, 1);
@@ -328,7 +328,7 @@ int64_t ms_stream_put(stream_t *s, int64_t key, int64_t id, const piece_t *piece
 {
     extent_t *e = NULL;
     int64_t nbytes = ALIGN;
-    if (s->o.count > 1)
+    if (s->o.n_buffers)
         return put_small(s, key, pieces, n_pieces);
     ms_stream_drop(s, key);
     ms_stream_poll(s);
@@ -374,7 +374,7 @@ int64_t ms_stream_written(stream_t *s, int64_t key)
     s->view->error = 0;
     if (!e)
         return STREAM_LOST;
-    if (s->o.count == 1 && e->state == QUEUED)
+    if (!s->o.n_buffers && e->state == QUEUED)
         return STREAM_WAIT;
     return e->state == FAILED ? lose(s, key, e) : 1;
 }
@@ -384,13 +384,13 @@ int64_t ms_stream_ended(stream_t *s, int64_t key)
     int64_t place;
     ms_stream_poll(s);
     extent_t *e = find(s, key, &place);
-    return !e || s->o.count > 1 || e->state != QUEUED;
+    return !e || s->o.n_buffers || e->state != QUEUED;
 }
 
 int64_t ms_stream_ready(stream_t *s)
 {
     ms_stream_poll(s);
-    return s->o.count > 1 ? s->filling || free_buffer(s) >= 0 : s->waiting < s->o.depth;
+    return s->o.n_buffers ? s->filling || free_buffer(s) >= 0 : s->waiting < s->o.depth;
 }
 
 void ms_stream_cancel(stream_t *s, int64_t key)
@@ -440,7 +440,7 @@ static void queue_read(stream_t *s, extent_t *e, int64_t id, char *into, int mus
         e->read_state = FAILED;
         return;
     }
-    if (s->o.count > 1) {
+    if (s->o.n_buffers) {
         if (!take_landing(s, e, must))
             return;
         into = s->o.arena + s->o.landing + e->landing * s->o.extent_bytes;
@@ -464,7 +464,7 @@ void ms_stream_prefetch(stream_t *s, int64_t key)
 {
     int64_t place;
     extent_t *e = find(s, key, &place);
-    if (e && s->o.count > 1) {
+    if (e && s->o.n_buffers) {
         queue_read(s, e, 0, NULL, 0);
         queue_read(s, e->previous, 0, NULL, 0);
     }
@@ -480,7 +480,7 @@ void ms_stream_read(stream_t *s, int64_t key, int64_t id, char *into)
 static int64_t reading(stream_t *s, extent_t *e)
 {
     if (e->read_state == NONE) {
-        if (s->o.count == 1)
+        if (!s->o.n_buffers)
             return STREAM_MEMORY;
         queue_read(s, e, 0, NULL, 1);
         queue_read(s, e->previous, 0, NULL, 0);
@@ -514,7 +514,7 @@ int64_t ms_stream_get(stream_t *s, int64_t key)
         return ended;
     if (e->read_state == FAILED)
         return lose(s, key, e);
-    if (s->o.count == 1) { /* landed for this reader alone: a later get reads again */
+    if (!s->o.n_buffers) { /* landed for this reader alone: a later get reads again */
         e->read_state = NONE;
         return 0;
     }

@@ -1,9 +1,9 @@
 /* A record stream: states of any size to a file and back, by one call for a put and one for a get.
  *
- * Small records (`count` > 1) are gathered in extents, in buffers of the caller's arena; only a
+ * Small records (`n_buffers` > 0) are gathered in extents, in buffers of the caller's arena; only a
  * full extent is written.  They can be read from its buffer until that is used again; a read brings
  * a whole extent and the one before it, since checkpoints come back in descending order.  A large
- * record (`count` 1) is an extent of its own: it is gathered from the caller's arrays by the
+ * record (`n_buffers` 0) is an extent of its own: it is gathered from the caller's arrays by the
  * engine's threads, and read into memory of the caller's, whole pages of it.
  *
  * One thread calls all but ms_stream_work.  Only ms_stream_wait, ms_stream_stop and ms_stream_close
@@ -36,11 +36,11 @@ typedef struct {
 typedef struct {
     int64_t fd;          /* of the file; not used with `outside` */
     int64_t most_bytes;  /* of extents, as many as are whole pages; negative: no limit */
-    int64_t count;       /* records that share an extent; 1: of any size, an extent each */
+    int64_t count;       /* small records that share an extent */
     int64_t record_bytes, extent_bytes; /* of small ones; an extent is whole pages */
     int64_t depth;       /* writes of large records in flight */
     char *arena;         /* n_buffers extents to gather in; from `landing` on as many to read into */
-    int64_t landing, n_buffers;
+    int64_t landing, n_buffers; /* 0: records are of any size, an extent each */
     char *bounce; /* n_bounces buffers of chunk_bytes, whole pages: large records pass through them */
     int64_t chunk_bytes, n_bounces;
     int64_t nice;       /* added to that of the threads */

@@ -1,0 +1,197 @@
+"""`multistage.jax.scan` beside JAX's own ways: CPU time of a step and peak memory.
+
+Two loops: a GRU on 16 characters (states of 8 KiB), and a wave on 512 x 512 points (states of
+2 MiB).  Every run is a process of its own, its gradient compared with that of
+`jax.lax.scan` under `jax.checkpoint`, in blocks of about the root of the number of steps
+(`sqrt`); `plain` is `jax.lax.scan`, which keeps all residuals, and `equinox` its
+checkpointed loop with the same memory, where it is installed.  Time is that of the processor, the
+threads of the tier included, and the least of some runs; memory is the most that a run holds
+beyond what the process held before it, over the budget.
+
+    python -m benchmarks.jax_scan [--quick] [--json FILE] [--plot FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks._common import child, finish, held_kib, options, reset_peak
+
+BUDGETS = {"gru": 12 << 20, "wave": 48 << 20}
+STEPS = {"gru": (10_000, 100_000), "wave": (1_000, 8_000)}
+QUICK_STEPS = {"gru": (2_000, 10_000), "wave": (200, 800)}
+METHODS = ("sqrt", "ours", "equinox", "plain")
+REPEATS = 3
+# Large blocks go back to the system: XLA allocates its memory by whatever thread runs a program.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+MOST_PLAIN = {"gru": 10_000, "wave": 0}  # steps whose residuals fit
+
+
+def problem(name: str, steps: int) -> tuple[Callable[..., Any], Any, Any, Any]:
+    """Return a step `f(carry, x, parameters)`, state 0, the inputs and the parameters."""
+    import jax
+    import jax.numpy as jnp
+
+    if name == "wave":
+        points = 512
+        t = jnp.arange(steps, dtype=jnp.float32)
+        source = jnp.sin(0.1 * t) * jnp.exp(-(((t - 50) / 30) ** 2))
+
+        def wave(carry: Any, x: Any, speed: Any) -> Any:
+            before, now = carry
+            wide = jnp.pad(now, 1)
+            sides = wide[2:, 1:-1] + wide[:-2, 1:-1] + wide[1:-1, 2:] + wide[1:-1, :-2]
+            after = 2 * now - before + speed * (sides - 4 * now)
+            after = after.at[points // 2, points // 2].add(x)
+            return (now, after), (after[20] ** 2).sum()
+
+        zeros = jnp.zeros((points, points))
+        return wave, (zeros, zeros), source, jnp.full((points, points), 0.2)
+    width, symbols, batch = 128, 64, 16
+    key = jax.random.key(0)
+    shapes: dict[str, tuple[int, ...]]
+    shapes = {"x": (symbols, 3 * width), "h": (width, 2 * width), "c": (width, width)}
+    shapes |= {"b": (3 * width,), "out": (width, symbols)}
+    names = enumerate(shapes.items())
+    parameters = {
+        what: jax.random.normal(jax.random.fold_in(key, k), shape) / 12
+        for k, (what, shape) in names
+    }
+    text = jax.random.randint(key, (steps, batch), 0, symbols, jnp.int32)
+
+    def gru(h: Any, symbol: Any, p: Any) -> Any:
+        given = jax.nn.one_hot(symbol, symbols) @ p["x"] + p["b"]
+        gates = jax.nn.sigmoid(given[:, : 2 * width] + h @ p["h"])
+        update, reset = jnp.split(gates, 2, 1)
+        fresh = jnp.tanh(given[:, 2 * width :] + (reset * h) @ p["c"])
+        h = (1 - update) * h + update * fresh
+        logits = jax.nn.log_softmax(h @ p["out"])
+        return h, -jnp.take_along_axis(logits, symbol[:, None], 1).mean()
+
+    return gru, jnp.zeros((batch, width)), text, parameters
+
+
+def loss(method: str, name: str, steps: int, folder: str) -> tuple[Callable[..., Any], Any]:
+    """Return the sum of a loop's ys as a function of the parameters, and these."""
+    import jax
+    import jax.numpy as jnp
+
+    import multistage.jax as mjax
+
+    f, init, xs, parameters = problem(name, steps)
+
+    def ours(p: Any) -> Any:
+        options: Any = {"memory": BUDGETS[name], "tiers": f"file:{folder}"}
+        return mjax.scan(lambda c, x: f(c, x, p), init, xs, **options)[1].sum()
+
+    def plain(p: Any) -> Any:
+        return jax.lax.scan(lambda c, x: f(c, x, p), init, xs)[1].sum()
+
+    def sqrt(p: Any) -> Any:
+        size = round(steps**0.5)
+        while steps % size:
+            size -= 1
+        inner = jax.checkpoint(lambda c, part: jax.lax.scan(lambda c, x: f(c, x, p), c, part))
+        parts = xs.reshape(steps // size, size, *xs.shape[1:])
+        return jax.lax.scan(inner, init, parts)[1].sum()
+
+    def equinox(p: Any) -> Any:
+        loops: Any = importlib.import_module("equinox.internal")
+        state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(init))
+
+        def body(made: Any) -> Any:
+            i, carry, total = made
+            carry, y = f(carry, xs[i], p)
+            return i + 1, carry, total + y
+
+        return loops.while_loop(
+            lambda made: made[0] < steps,
+            body,
+            (jnp.int32(0), init, jnp.float32(0)),
+            kind="checkpointed",
+            max_steps=steps,
+            checkpoints=max(2, BUDGETS[name] // state_bytes),
+        )[2]
+
+    found: Callable[..., Any] = {
+        "ours": ours, "plain": plain, "sqrt": sqrt, "equinox": equinox
+    }[method]  # fmt: skip
+    return found, parameters
+
+
+def measured(task: dict[str, Any]) -> dict[str, Any]:
+    """Run one method; return microseconds a step, bytes, compilations, and sums of the gradient."""
+    jax: Any = importlib.import_module("jax")
+    import multistage.jax as mjax
+
+    with tempfile.TemporaryDirectory(prefix="jax-scan-", dir=".") as folder:
+        steps = task["steps"]
+        function, parameters = loss(task["method"], task["problem"], steps, folder)
+        run = jax.jit(jax.value_and_grad(function))
+        compiled = run.lower(parameters).compile()
+        few, _ = loss("plain", task["problem"], 4, folder)
+        jax.block_until_ready(jax.jit(jax.grad(few))(parameters))  # what any program takes
+        held = held_kib("VmRSS")
+        reset_peak()
+        seconds = []
+        for _ in range(REPEATS):
+            began = time.process_time()
+            value, gradient = jax.block_until_ready(compiled(parameters))
+            seconds.append(time.process_time() - began)
+        return {
+            "us_per_step": 1e6 * min(seconds) / steps,
+            "peak_bytes": 1024 * (held_kib("VmHWM") - held),
+            "loss": float(value),
+            "gradient": [float(abs(leaf).sum()) for leaf in jax.tree.leaves(gradient)],
+            "report": str(mjax.last_report()) if task["method"] == "ours" else "",
+        }
+
+
+def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two methods gave one loss and one gradient, up to rounding."""
+    pairs = zip([one["loss"], *one["gradient"]], [other["loss"], *other["gradient"]], strict=True)
+    return all(abs(a - b) <= 2e-3 * abs(b) for a, b in pairs)
+
+
+def main() -> None:
+    """Measure all, print the ratios."""
+    parser = options(__doc__)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(measured(json.loads(args.child))))
+        return
+    left_out = [] if importlib.util.find_spec("equinox") else ["equinox: it is not installed"]
+    methods = [each for each in METHODS if each != "equinox" or not left_out]
+    samples: dict[str, Any] = {}
+    ratios: dict[str, float] = {}
+    for name, (few, many) in (QUICK_STEPS if args.quick else STEPS).items():
+        found: dict[str, Any] = {}
+        for method in methods:
+            if method == "plain" and few > MOST_PLAIN[name]:
+                continue
+            task = {"method": method, "problem": name, "steps": few}
+            found[method] = child("benchmarks.jax_scan", task, ENVIRONMENT)
+            assert close(found[method], found["sqrt"]), f"{name}: {method} has another gradient"
+        task = {"method": "ours", "problem": name, "steps": many}
+        found["longer"] = child("benchmarks.jax_scan", task, ENVIRONMENT)
+        samples[name], ours = found, found["ours"]
+        for method in methods:
+            if method != "ours" and method in found:
+                other = found[method]["us_per_step"]
+                ratios[f"{name}_over_{method}"] = ours["us_per_step"] / other
+        ratios[f"{name}_peak_over_budget"] = ours["peak_bytes"] / BUDGETS[name]
+        ratios[f"{name}_sqrt_peak_over_budget"] = found["sqrt"]["peak_bytes"] / BUDGETS[name]
+        ratios[f"{name}_time_growth"] = found["longer"]["us_per_step"] / ours["us_per_step"]
+        ratios[f"{name}_peak_growth"] = found["longer"]["peak_bytes"] / ours["peak_bytes"]
+    finish(args, "jax_scan", samples, ratios, left_out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""What compiled programs call: the C core's handlers of loops (`native/xla.c`), known to XLA."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+
+from .. import native
+from ..backends.files import FileStore
+from ..backends.memory import MemoryStore
+from ..backends.urls import TierName, open_store
+from ..errors import ArgumentError
+from ..support.units import format_bytes, format_seconds
+
+_SECOND_NS = 1e-9
+_sites = itertools.count(1)  # or two equal loops of a program would share their runs
+
+Arrays: TypeAlias = tuple[jax.Array, ...]
+shaped: Any = jax.ShapeDtypeStruct  # whose annotations are incomplete
+
+
+@native.HEADER.structure("loop_options_t")
+class Options(ctypes.Structure):
+    """`loop_options_t`: a loop inside a compiled program, and where its states go."""
+
+
+@native.HEADER.structure("loop_report_t")
+class Seen(ctypes.Structure):
+    """`loop_report_t`: what a run of such a loop did."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopReport:
+    """What the last complete run of a loop did, forward and back.
+
+    Attributes
+    ----------
+    steps, every : int
+        Steps, and those of a block: the state before each block was offered to the tier.
+    state_bytes : int
+        Bytes of a state, of a whole batch under `vmap`.
+    saved, kept, refused : int
+        States offered; those that were taken; those left out, since the tier was behind or full.
+    lost, late : int
+        States that could not be read back, or not in time.
+    again : int
+        Blocks that were run again from a state further back, since their own was missing.
+    bytes_written, bytes_read : int
+        By the tier meanwhile.
+    forward_s, reverse_s, waited_s : float
+        Seconds from the first save to the first load, and on to the load of state 0; those of
+        waiting for reads.
+    step_s, write_s, read_s : float
+        Seconds of a forward step, and of a state to the tier and back; 0 if nothing moved.
+    """
+
+    steps: int
+    every: int
+    state_bytes: int
+    saved: int
+    kept: int
+    refused: int
+    lost: int
+    late: int
+    again: int
+    bytes_written: int
+    bytes_read: int
+    forward_s: float
+    reverse_s: float
+    waited_s: float
+    step_s: float
+    write_s: float
+    read_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps} steps in blocks of {self.every}, states of "
+            f"{format_bytes(self.state_bytes)}: {self.kept} of {self.saved - 1} to the tier, "
+            f"{self.refused} left out, {self.lost + self.late} lost; forward "
+            f"{format_seconds(self.forward_s)}, reverse {format_seconds(self.reverse_s)}, "
+            f"{format_seconds(self.waited_s)} of it waiting"
+        )
+
+
+def last_report() -> LoopReport:
+    """Return what the loop that ended last did, in this process.
+
+    A run ends with its reverse sweep.  JAX runs programs in the background: call
+    `jax.block_until_ready` on a result first.
+
+    Raises
+    ------
+    ArgumentError
+        If none has ended.
+    """
+    found: Any = Seen()
+    if native.LIBRARY is None or not native.LIBRARY.ms_loop_report(ctypes.byref(found)):
+        raise ArgumentError("no loop has run forward and back yet; call its gradient first")
+    return LoopReport(
+        steps=found.steps,
+        every=found.every,
+        state_bytes=found.record_bytes,
+        saved=found.saved,
+        kept=found.kept,
+        refused=found.refused,
+        lost=found.lost,
+        late=found.late,
+        again=found.again,
+        bytes_written=found.bytes_written,
+        bytes_read=found.bytes_read,
+        forward_s=found.forward_ns * _SECOND_NS,
+        reverse_s=found.reverse_ns * _SECOND_NS,
+        waited_s=found.waited_ns * _SECOND_NS,
+        step_s=found.step_ns * _SECOND_NS,
+        write_s=found.write_ns * _SECOND_NS,
+        read_s=found.read_ns * _SECOND_NS,
+    )
+
+
+def clear() -> None:
+    """Close the files, end the threads, free the buffers, and forget states not yet asked for.
+
+    Files and threads are kept from run to run, and opened again where needed.  States of a
+    pullback that is never called are kept, too, until this is.  Call it while no program runs: the
+    loops of one that does raise an error.
+    """
+    if native.LIBRARY is not None and sys.platform == "linux":
+        native.LIBRARY.ms_loop_clear()
+
+
+@cache
+def _register() -> None:
+    """Tell XLA of the handlers.  Raises ArgumentError where there are none."""
+    native.require("multistage.jax.scan", "use jax.lax.scan with jax.checkpoint")
+    if sys.platform != "linux":
+        raise ArgumentError("multistage.jax.scan needs Linux; use jax.lax.scan with jax.checkpoint")
+    library, ffi = native.library(), cast(Any, jax.ffi)
+    for name in ("begin", "save", "load"):
+        handler = ffi.pycapsule(getattr(library, f"ms_xla_{name}"))
+        ffi.register_ffi_target(f"multistage_{name}", handler, platform="cpu")
+
+
+def opened(tier: TierName) -> tuple[str, int]:
+    """Return the folder of a tier, "" for memory, and its capacity, -1 without a limit.
+
+    Raises
+    ------
+    ArgumentError
+        For a tier that compiled programs cannot use; without the C core; on other devices than
+        CPUs.
+    StoreError
+        If it cannot be used.
+    """
+    _register()
+    if (device := jax.default_backend()) != "cpu":
+        raise ArgumentError(
+            f"multistage.jax.scan runs on CPUs, the default device is {device!r}; set "
+            "JAX_PLATFORMS=cpu, or use jax.lax.scan with jax.checkpoint"
+        )
+    store = open_store(tier)
+    if not isinstance(store, FileStore) and type(store) is not MemoryStore:
+        raise ArgumentError(
+            f"tier {store.name!r} cannot be used inside a compiled program; give a folder, as in "
+            "'file:///scratch', or 'memory:'"
+        )
+    store.check()
+    folder = str(store.folder.resolve()) if isinstance(store, FileStore) else ""
+    return folder, -1 if store.capacity_bytes is None else store.capacity_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where in a program a loop is, and what its runs have in common; see `loop_options_t`."""
+
+    folder: str
+    capacity_bytes: int
+    steps: int
+    least_every: int
+    most_every: int
+    buffer_bytes: int
+
+    def begin(self, inputs: Arrays) -> tuple[jax.Array, jax.Array]:
+        """Return the number of a run of this execution and the steps of its blocks.
+
+        The loop's inputs are operands, which nothing reads: JAX moves a call that has none out
+        of an outer loop.
+        """
+        numbers = {
+            name: np.int64(getattr(self, name))
+            for name in ("capacity_bytes", "steps", "least_every", "most_every", "buffer_bytes")
+        }
+        made = (shaped((), jnp.uint32), shaped((), jnp.int32))
+        call = jax.ffi.ffi_call("multistage_begin", made)
+        site = np.int64(next(_sites))
+
+        @custom_vmap
+        def begun(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+            run, every = call(*inputs, folder=self.folder, site=site, **numbers)
+            return run, every
+
+        @begun.def_vmap
+        def _batched(_size: int, _batched: object, *inputs: jax.Array) -> tuple[Any, Any]:
+            return begun(*inputs), (False, False)
+
+        found: tuple[jax.Array, jax.Array] = begun(*inputs)
+        return found
+
+
+# The steps of a batch are taken together, so that a run, its token and its blocks are never
+# batched; a witness, an array of the shape of the batch, has a load know it.
+
+
+def _saved(
+    run: jax.Array, token: jax.Array, k: jax.Array, witness: jax.Array, *leaves: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Save the state before block k; return the next token and the witness."""
+    call: Any = jax.ffi.ffi_call("multistage_save", shaped((), jnp.uint32))
+    return call(run, token, k, *leaves), witness
+
+
+save: Any = custom_vmap(_saved)
+
+
+@save.def_vmap  # type: ignore[untyped-decorator]
+def _save_batch(size: int, batched: list[bool], *given: jax.Array) -> tuple[Any, Any]:
+    many = [
+        array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
+        for array, is_batched in zip(given[3:], batched[3:], strict=True)
+    ]
+    return save(*given[:3], *many), (False, True)
+
+
+def load(
+    run: jax.Array, token: jax.Array, k: jax.Array, witness: jax.Array, like: Arrays
+) -> tuple[jax.Array, jax.Array, Arrays]:
+    """Return the next token, the last j <= k that is there, and the state before block j."""
+    number = shaped((), jnp.uint32), shaped((), jnp.int32)
+
+    @custom_vmap
+    def loaded(run: jax.Array, token: jax.Array, k: jax.Array, witness: jax.Array) -> object:
+        made = [shaped((*witness.shape, *a.shape), a.dtype) for a in like]
+        token, j, *leaves = jax.ffi.ffi_call("multistage_load", (*number, *made))(run, token, k)
+        return token, j, tuple(leaves)
+
+    @loaded.def_vmap
+    def _load_batch(_size: int, _batched: object, *given: jax.Array) -> tuple[Any, Any]:
+        return loaded(*given), (False, False, (True,) * len(like))
+
+    found: tuple[jax.Array, jax.Array, Arrays] = loaded(run, token, k, witness)
+    return found

@@ -1,0 +1,312 @@
+"""`multistage.jax.scan` beside `jax.lax.scan`: the same gradient, whatever is kept where."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from functools import partial
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402 - after the skip
+
+import multistage.jax as mjax  # noqa: E402
+from multistage import native  # noqa: E402
+from multistage.errors import ArgumentError, BudgetError, StoreError  # noqa: E402
+from multistage.jax.handlers import Seen  # noqa: E402
+
+pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="needs the C core")
+
+HOOKS: list[object] = []
+NOISE = np.random.default_rng(0)
+N = 53
+W = jnp.asarray(NOISE.normal(size=(6, 6)) / 3, jnp.float32)
+XS = jnp.asarray(NOISE.normal(size=(N, 6)), jnp.float32)
+C0 = jnp.asarray(NOISE.normal(size=6), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_open():
+    native.library().ms_loop_clear()
+    yield
+    native.library().ms_loop_hooks(native.Transfer(), native.Transfer())
+    native.library().ms_loop_clear()
+
+
+def ours(memory="5 slots", tiers="memory:"):
+    return partial(mjax.scan, memory=memory, tiers=tiers)
+
+
+def loss(scan, w, c, xs, **options):
+    last, ys = scan(lambda c, x: (jnp.sin(w @ c + x), (c * x).sum()), c, xs, **options)
+    return last.sum() + (ys**2).sum()
+
+
+def gradient(scan, **options):
+    return jax.grad(partial(loss, scan, **options), argnums=(0, 1, 2))
+
+
+def of_tokens(scan, c, xs):
+    """Keys, integers and a y that is a key."""
+
+    def step(carry, x):
+        key, h, i = carry
+        key, sub = jax.random.split(key)
+        h = h * jax.random.bernoulli(sub, 0.9, h.shape) + x
+        return (key, h, i + 1), (sub, h.sum(), i)
+
+    (_, h, _), (_, y, _) = scan(step, (jax.random.key(3), c, 0), xs)
+    return h.sum() + y.sum()
+
+
+def in_outer(scan, w, c):
+    def step(c, _):
+        last, _ = scan(lambda c, x: (jnp.sin(w @ c + x), None), c, XS)
+        return last, last.sum()
+
+    return jax.lax.scan(step, c, None, length=7)[1].sum()
+
+
+def in_itself(scan, c):
+    def step(c, _):
+        last, _ = scan(lambda c, x: (jnp.sin(W @ c + x), None), c, XS[:11])
+        return last, last.sum()
+
+    return scan(step, c, None, length=9)[1].sum()
+
+
+def powers(scan, w, **options):
+    return scan(lambda c, x: (w * c, c.sum()), C0, **options)
+
+
+CASES = {
+    "jit": lambda scan: jax.jit(gradient(scan))(W, C0, XS),
+    "outside of jit": lambda scan: gradient(scan)(W, C0, XS),
+    "reverse": lambda scan: jax.jit(gradient(scan, reverse=True))(W, C0, XS),
+    "vmap": lambda scan: jax.jit(jax.vmap(gradient(scan), (None, 0, None)))(
+        W, jnp.stack([C0, 2 * C0, 3 * C0]), XS
+    ),
+    "vmap of vmap": lambda scan: jax.jit(
+        jax.vmap(jax.vmap(gradient(scan), (None, 0, None)), (0, None, None))
+    )(jnp.stack([W, W / 2]), jnp.stack([C0, 2 * C0, 3 * C0]), XS),
+    "jacrev": lambda scan: jax.jit(jax.jacrev(lambda c: scan(step_of(W), c, XS)[0]))(C0),
+    "checkpoint": lambda scan: jax.jit(jax.grad(jax.checkpoint(partial(loss, scan))))(W, C0, XS),
+    "two loops": lambda scan: jax.jit(
+        jax.grad(
+            lambda w: loss(scan, w, C0, XS) * loss(scan, w, C0, XS) + loss(scan, w, C0, XS[:9])
+        )
+    )(W),
+    "in an outer loop": lambda scan: jax.jit(jax.grad(partial(in_outer, scan)))(W, C0),
+    "in itself": lambda scan: jax.jit(jax.grad(partial(in_itself, scan)))(C0),
+    "keys and integers": lambda scan: jax.jit(jax.grad(partial(of_tokens, scan), argnums=(0, 1)))(
+        C0, XS
+    ),
+    "bfloat16": lambda scan: jax.jit(gradient(scan))(
+        *(a.astype(jnp.bfloat16) for a in (W, C0, XS))
+    ),
+    "complex": lambda scan: jax.jit(
+        jax.grad(lambda w: abs(scan(step_of(w), C0.astype(complex), XS.astype(complex))[0].sum()))
+    )(W.astype(complex)),
+    "no carry": lambda scan: jax.jit(
+        jax.grad(lambda w: scan(lambda c, x: ((), w * x), (), XS)[1].sum())
+    )(2.0),
+    "no steps": lambda scan: jax.jit(
+        jax.value_and_grad(lambda w: powers(scan, w, xs=XS[:0])[0].sum())
+    )(2.0),
+    "weak type": lambda scan: jax.jit(
+        jax.grad(lambda w: scan(lambda c, x: (c * w, c), 1.0, length=9)[0])
+    )(1.1),
+    "no gradient": lambda scan: jax.jit(lambda w: powers(scan, w, length=9))(1.1),
+}
+
+
+def step_of(w):
+    return lambda c, x: (jnp.sin(w @ c + x), None)
+
+
+def same(one, other):
+    one, other = (jax.tree.leaves(jax.block_until_ready(tree)) for tree in (one, other))
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.long(but=["jit", "vmap", "keys*", "in an outer*", "no *"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradient_is_that_of_lax_scan_to_the_last_bit(case):
+    same(CASES[case](ours()), CASES[case](jax.lax.scan))
+
+
+@pytest.mark.long(but=["1 slots-file*", "8 KiB-memory*"])
+@pytest.mark.parametrize("tier", ["memory:", "file:."])
+@pytest.mark.parametrize("memory", ["1 slots", "7 slots", "20 slots", f"{N} slots", "8 KiB"])
+def test_bits_do_not_depend_on_the_budget(memory, tier, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = jax.jit(gradient(ours(memory, tier)))
+    expected = jax.jit(gradient(jax.lax.scan))(W, C0, XS)
+    for _ in range(3):  # the first shows what steps and transfers take
+        same(run(W, C0, XS), expected)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_64_bits():
+    with jax.enable_x64(True):
+        args = [jnp.asarray(a, jnp.float64) for a in (W, C0, XS)]
+        grads = [jax.jit(gradient(scan))(*args) for scan in (ours(), jax.lax.scan)]
+    for a, b in zip(*grads, strict=True):  # XLA may round otherwise here, as for checkpoint
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_inputs_differ_in_gradient_by_a_batch_of_them():
+    many = jnp.stack([XS, 2 * XS])
+    grads = [jax.jit(jax.vmap(gradient(scan), (None, None, 0))) for scan in (ours(), jax.lax.scan)]
+    for a, b in zip(*(grad(W, C0, many) for grad in grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+class Failing:
+    """Has what moves the bytes of loops fail by a rule: the number of a read, to an errno."""
+
+    def __init__(self, fails):
+        self.calls = 0
+
+        def read(fd, data, nbytes, position):
+            self.calls += 1
+            failed = fails(self.calls)
+            if failed:
+                return -failed
+            view = memoryview((ctypes.c_char * nbytes).from_address(data)).cast("B")
+            done = os.preadv(fd, [view], position)
+            if failed is None:
+                view[0] ^= 1
+            return done
+
+        HOOKS.append(native.Transfer(read))  # threads call it until the stream is closed
+        native.library().ms_loop_hooks(native.Transfer(), HOOKS[-1])
+
+
+@pytest.mark.parametrize("fails", [lambda n: errno.EIO if n % 2 else 0, lambda n: None])
+def test_states_that_are_lost_or_corrupted_are_made_again(fails):
+    c, xs = jnp.ones((600, 100)), jnp.ones((60, 1, 100)) * 0.1
+
+    def total(scan, c):
+        return (scan(lambda c, x: (jnp.sin(c) + x * c, None), c, xs)[0] ** 2).sum()
+
+    failing = Failing(fails)
+    found = jax.jit(jax.grad(partial(total, ours("2 slots"))))(c)
+    same(found, jax.jit(jax.grad(partial(total, jax.lax.scan)))(c))
+    told = mjax.last_report()
+    assert failing.calls and told.lost and told.again
+
+
+def test_a_tier_that_is_full_leaves_states_out():
+    run = jax.jit(gradient(ours("2 slots", "memory:4KiB")))
+    same(run(W, C0, XS), jax.jit(gradient(jax.lax.scan))(W, C0, XS))
+
+
+def test_a_report_tells_what_a_run_did():
+    jax.block_until_ready(jax.jit(gradient(ours()))(W, C0, XS))
+    told = mjax.last_report()
+    assert (told.steps, told.every, told.state_bytes) == (N, 5, 64)
+    assert (told.saved, told.kept + told.refused) == (11, 10)
+    assert "53 steps in blocks of 5" in str(told)
+    assert native.library().ms_loop_open_runs() == 0
+
+
+def test_one_program_serves_all_values_and_a_length_each():
+    traced = []
+
+    @jax.jit
+    def run(w, xs):
+        traced.append(1)
+        return jax.grad(lambda w: loss(ours(), w, C0, xs))(w)
+
+    for n in (20, 31, 53):
+        for scale in (1.0, 0.5):
+            run(scale * W, XS[:n])
+    assert len(traced) == 3
+
+
+REFUSED = {
+    "jvp": (lambda: jax.jvp(lambda w: loss(ours(), w, C0, XS), (W,), (W,)), TypeError, "jvp"),
+    "second derivative": (
+        lambda: jax.hessian(lambda w: loss(ours(), w, C0, XS))(W),
+        ValueError,
+        "multistage_begin",
+    ),
+    "another type": (
+        lambda: ours()(lambda c, x: (c.astype(jnp.float16), None), C0, XS),
+        TypeError,
+        "float16.*which is float32",
+    ),
+    "another structure": (
+        lambda: ours()(lambda c, x: ((c, c), None), C0, XS),
+        TypeError,
+        "structure",
+    ),
+    "two lengths": (
+        lambda: ours()(lambda c, x: (c, None), C0, (XS, XS[:3])),
+        ArgumentError,
+        r"lengths \[3, 53\]",
+    ),
+    "no length": (lambda: ours()(lambda c, x: (c, None), C0), ArgumentError, "length"),
+    "no room": (
+        lambda: ours(100)(lambda c, x: (c, None), C0, XS),
+        BudgetError,
+        "100 bytes < 321 bytes",
+    ),
+    "no room for a gradient": (
+        lambda: jax.grad(lambda w: loss(ours(330), w, C0, XS))(W),
+        BudgetError,
+        "330 bytes < ",
+    ),
+    "a remote tier": (
+        lambda: ours(tiers="s3://x/y")(lambda c, x: (c, None), C0, XS),
+        ArgumentError,
+        "cannot be used inside a compiled program",
+    ),
+    "no folder": (
+        lambda: ours(tiers="file:/none/there")(lambda c, x: (c, None), C0, XS),
+        StoreError,
+        "does not exist",
+    ),
+    "elements of 4 bits": (
+        lambda: ours()(lambda c, x: (c, None), C0.astype(jnp.int4), XS),
+        ArgumentError,
+        "smaller than a byte",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    call, kind, told = REFUSED[case]
+    with pytest.raises(kind, match=told):
+        call()
+
+
+def test_a_pullback_is_called_once():
+    _, pull = jax.vjp(lambda w: loss(ours(), w, C0, XS), W)
+    pull(1.0)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="pullback can be called once"):
+        jax.block_until_ready(pull(1.0))
+
+
+def test_states_of_a_pullback_that_was_cleared_are_gone():
+    _, pull = jax.vjp(lambda w: loss(ours(), w, C0, XS), W)
+    mjax.clear()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="states of this loop are gone"):
+        jax.block_until_ready(pull(1.0))
+
+
+def test_nothing_has_run_yet():
+    before = Seen()
+    if native.library().ms_loop_report(ctypes.byref(before)):
+        pytest.skip("another test has")
+    with pytest.raises(ArgumentError, match="no loop"):
+        mjax.last_report()
