@@ -17,9 +17,9 @@ from multistage import native
 
 TESTS = Path(__file__).parent
 # Without PyTorch, `import torch` would find the folder of its tests, which has no file of its own.
-_found = importlib.util.find_spec("torch")
-if _found is not None and _found.origin is None:
-    sys.modules["torch"] = None
+for _name in ("torch", "jax"):
+    if (_found := importlib.util.find_spec(_name)) is not None and _found.origin is None:
+        sys.modules[_name] = None
 
 
 def pytest_configure(config: pytest.Config) -> None:
