@@ -150,8 +150,7 @@ def test_classes_of_stores_are_known_by_their_methods_or_bases() -> None:
     assert house.classes_of_stores([house.Source("model/a.py", code, 9)]) == set()
 
 
-# What is not yet as it should be; a bar is only ever lowered, but that of the tests was
-# raised once, by the twins of kernels that became their oracles.
+# A bar is only ever lowered; that of the tests was raised once, by twins that became oracles.
 BARS = {
     "files_over_700": 0,
     "longest_function": 60,
