@@ -19,22 +19,22 @@ static const int64_t PATIENCE_NS = 250000000; /* the least that a read is waited
 
 typedef struct site site_t;
 
-/* The record stream of a site, for states of one size. */
+/* A record stream for states of one size, on one tier. */
 typedef struct engine {
     pthread_mutex_t lock; /* one thread calls the stream */
     stream_t *stream;
     stream_view_t view;
     char *arena;
     int64_t arena_bytes, record, extent, fd;
+    const site_t *of; /* the first that asked for it, whose folder and limits it has */
+    int64_t n_runs;
     struct engine *next;
 } engine_t;
 
 struct site {
     loop_options_t o;
     char *folder;
-    engine_t *engines;
     int64_t step_ns, write_ns, read_ns, record; /* as its last run has seen them */
-    int64_t n_runs;
     site_t *next;
 };
 
@@ -52,7 +52,8 @@ typedef struct run {
 
 enum { BUCKETS = 256 };
 static pthread_mutex_t tables = PTHREAD_MUTEX_INITIALIZER;
-static site_t *sites;
+static site_t *sites[BUCKETS];
+static engine_t *engines;
 static run_t *runs[BUCKETS], *oldest, *newest;
 static int64_t n_runs, next_run = 1, owner;
 static loop_report_t last_report;
@@ -142,18 +143,20 @@ static int64_t open_engine(const site_t *s, int64_t record, engine_t **made)
     return failed;
 }
 
-/* The stream of a run's site for its records; `tables` is held. */
+/* The stream for a run's states, which runs of other sites may have, too; `tables` is held. */
 static int64_t find_engine(run_t *r)
 {
-    site_t *s = r->site;
-    for (engine_t *e = s->engines; e; e = e->next)
-        if (e->record == r->report.record_bytes)
-            r->engine = e;
-    if (r->engine)
-        return 0;
-    int64_t failed = open_engine(s, r->report.record_bytes, &r->engine);
+    const site_t *s = r->site;
+    int64_t failed = 0;
+    engine_t *e = engines;
+    while (e && !(e->record == r->report.record_bytes && !strcmp(e->of->folder, s->folder) &&
+                  e->of->o.capacity_bytes == s->o.capacity_bytes &&
+                  e->of->o.buffer_bytes == s->o.buffer_bytes))
+        e = e->next;
+    if (!e && !(failed = open_engine(s, r->report.record_bytes, &e)))
+        e->of = s, e->next = engines, engines = e;
     if (!failed)
-        r->engine->next = s->engines, s->engines = r->engine;
+        e->n_runs++, r->engine = e;
     return failed;
 }
 
@@ -182,7 +185,8 @@ static void remove_run(run_t *r)
     *at = r->next;
     *(r->older ? &r->older->newer : &oldest) = r->newer;
     *(r->newer ? &r->newer->older : &newest) = r->older;
-    r->site->n_runs--;
+    if (r->engine)
+        r->engine->n_runs--;
     n_runs--;
     free(r->keys), free(r->first), free(r);
 }
@@ -212,7 +216,7 @@ static int same_site(const site_t *s, const char *folder, int64_t length, const 
 
 static site_t *find_site(const char *folder, int64_t length, const loop_options_t *o)
 {
-    site_t *s = sites;
+    site_t **bucket = &sites[(uint64_t)o->site % BUCKETS], *s = *bucket;
     while (s && !same_site(s, folder, length, o))
         s = s->next;
     if (s || !(s = calloc(1, sizeof *s)))
@@ -222,8 +226,8 @@ static site_t *find_site(const char *folder, int64_t length, const loop_options_
         return NULL;
     }
     s->o = *o;
-    s->next = sites;
-    return sites = s;
+    s->next = *bucket;
+    return *bucket = s;
 }
 
 /* Steps of a block that take as long as a state there or back, and a quarter more. */
@@ -266,7 +270,6 @@ int64_t ms_loop_begin(const char *folder, int64_t length, const loop_options_t *
     r->older = newest;
     *(newest ? &newest->newer : &oldest) = r;
     newest = r;
-    s->n_runs++;
     if (n_runs++ >= MOST_RUNS)
         evict(); /* its pullback was never called */
     pthread_mutex_unlock(&tables);
@@ -527,17 +530,11 @@ void ms_loop_clear(void)
     pthread_mutex_lock(&tables);
     while (evict())
         ;
-    for (site_t **at = &sites, *s; (s = *at);) {
-        if (s->n_runs) {
-            at = &s->next;
-            continue;
-        }
-        for (engine_t *e; (e = s->engines);) {
-            s->engines = e->next;
-            close_engine(e);
-        }
-        *at = s->next;
-        free(s->folder), free(s);
+    for (engine_t **at = &engines, *e; (e = *at);) {
+        if (e->n_runs)
+            at = &e->next;
+        else
+            *at = e->next, close_engine(e);
     }
     pthread_mutex_unlock(&tables);
 }

@@ -3,11 +3,11 @@
  * A run is one execution of a loop of n steps, in blocks of `every` steps.  Its program saves the
  * state before block 0, 1, 2, ... and loads those of the last block, the one before it, ..., 0, each
  * once; a load of state 0 ends the run.  State 0 is kept in memory; the others go to a record stream,
- * one for all runs of a call site.  What does not fit, what is lost and what would be waited for
+ * one for all runs with states of one size on one tier.  What does not fit, what is lost and what would be waited for
  * longer than it takes to run the steps again is left out: a load answers with the last state there
  * is, from which the program runs on.
  *
- * Any thread may call, one at a time for a run.  Call sites, with their files and threads, live until ms_loop_clear.  A forked
+ * Any thread may call, one at a time for a run.  Streams, with their files and threads, live until ms_loop_clear.  A forked
  * child must not call anything here (ECHILD).  For Linux alone.
  */
 #ifndef MULTISTAGE_LOOP_H
@@ -51,7 +51,7 @@ EXPORT int64_t ms_loop_open_runs(void);
 /* What moves the bytes of streams that are opened from now on; NULL: the system's.  For tests. */
 EXPORT void ms_loop_hooks(transfer_t *pwrite, transfer_t *pread);
 /* Forget the runs that no call is at; close the files, end the threads and free the memory of the
- * others' call sites.  A program that goes on after it is told LOOP_GONE. */
+ * streams that no run has.  A program that goes on after it is told LOOP_GONE. */
 EXPORT void ms_loop_clear(void);
 
 #endif

@@ -285,8 +285,8 @@ def test_nothing_grows_from_run_to_run(tmp_path):
 
     Run(folder=tmp_path).there_and_back(20)
     before = counted()
-    for _ in range(200):
-        Run(folder=tmp_path).there_and_back(20)
+    for site in range(200):
+        Run(site=site, folder=tmp_path).there_and_back(20)
     assert counted() == before
     native.library().ms_loop_clear()
     after = counted()
