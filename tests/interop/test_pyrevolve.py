@@ -316,21 +316,33 @@ def test_uf_and_ub_are_heeded(tmp_path: Path) -> None:
         assert long.plan.forward_steps < plain.plan.forward_steps
 
 
-def test_a_storage_serves_one_revolver_at_a_time() -> None:
-    first, second = Problem(), Problem()
-    own = Own(first.size, 30, first.dtype, wd=1, rd=1)
-    fast = storage.NumpyStorage(first.size, 2, first.dtype)
-    with (
-        ours.MultiLevelRevolver(*first.operators(), NT, [fast, own]) as revolver,
-        ours.MultiLevelRevolver(*second.operators(), NT, [fast, own]) as other,
-    ):
-        revolver.apply_forward()
-        with pytest.raises(StoreError, match="checkpoints of another revolver"):
-            other.apply_forward()
-        revolver.apply_reverse()
-        assert np.array_equal(first.v, EXACT) and own.saved and own.loaded
+def test_revolvers_share_the_keys_of_a_storage() -> None:
+    first, second = Problem(), Problem(dtype=np.float32)
+    alone = Problem(dtype=np.float32)
+    expected = alone.gradient(ours.Revolver(*alone.operators(), NT, NT)).copy()
+    own = Own(first.size, 60, first.dtype, wd=1, rd=1)
+    shared = [storage.NumpyStorage(first.size, 2, first.dtype), own]
+    revolver = ours.MultiLevelRevolver(*first.operators(), NT, shared)
+    other = ours.MultiLevelRevolver(*second.operators(), NT, shared)
+    leaving = ours.MultiLevelRevolver(*alone.operators(), NT, shared)
+    for _ in range(2):
+        first.reset()
         second.reset()
-        assert np.array_equal(second.gradient(other), EXACT)
+        revolver.apply_forward()
+        other.apply_forward()
+        revolver.apply_reverse()
+        other.apply_reverse()
+        assert np.array_equal(first.v, EXACT) and np.array_equal(second.v, expected)
+    alone.reset()
+    leaving.apply_forward()
+    first.reset()
+    revolver.apply_forward()
+    leaving.close()
+    revolver.apply_reverse()
+    assert np.array_equal(first.v, EXACT)
+    assert sum(tier.lost for tier in revolver.report().tiers) == 0
+    other.close()
+    revolver.close()
 
 
 @pytest.mark.parametrize("scheme", compression.compressors_available)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 
-class Storage(BaseStore):
+class Storage:
     """Holds up to `n_ckp` checkpoints of `size_ckp` numbers.
 
     Parameters
@@ -43,11 +43,9 @@ class Storage(BaseStore):
     Notes
     -----
     A storage of your own defines `save` and `load`; a `MultiLevelRevolver`
-    then calls them where the schedule has its level, without overlap: the storage
-    is a store in which nothing runs in the background.
+    then calls them where the schedule has its level, without overlap.
+    Revolvers that are given one storage share its keys.
     """
-
-    queue_depth = 1
 
     def __init__(
         self,
@@ -61,11 +59,7 @@ class Storage(BaseStore):
     ) -> None:
         self.size_ckp, self.n_ckp, self.dtype = size_ckp, n_ckp, dtype
         self.wd, self.rd, self.name = wd, rd, str(name)
-        self.stats = StoreStats()
-        self.transfers: deque[TransferRecord] = deque(maxlen=4096)
-        self._layout: Layout | None = None
-        self._free: list[int] = []
-        self._keys: dict[int, int] = {}  # of a checkpoint -> of the storage
+        self._given: set[int] = set()  # keys that hold a checkpoint of any revolver
 
     def save(self, key: int, data_pointers: Sequence[Array]) -> None:
         """Keep a copy of the arrays under `key`, 0 <= key < n_ckp."""
@@ -76,37 +70,46 @@ class Storage(BaseStore):
         raise NotImplementedError(f"{type(self).__name__} must define load(key, locations)")
 
     def tier(self) -> Store:
-        """Return the store that a `MultiLevelRevolver` uses for this storage."""
-        return self
+        """Return the store that a `MultiLevelRevolver` uses for this storage, one for each."""
+        return StorageStore(self, self._given)
 
-    # ----------------------------------------------------------------- as a store
+
+class StorageStore(BaseStore):
+    """One revolver's checkpoints in a storage of the user's; nothing runs in the background."""
+
+    queue_depth = 1
+
+    def __init__(self, storage: Storage, given: set[int]) -> None:
+        self.name = storage.name
+        self.stats = StoreStats()
+        self.transfers: deque[TransferRecord] = deque(maxlen=4096)
+        self._storage, self._given = storage, given
+        self._layout: Layout  # since `open`
+        self._keys: dict[int, int] = {}  # of a checkpoint -> of the storage
 
     def buffer_bytes(self, layout: Layout) -> int:
         """None: the storage's own memory is its own affair."""
         return 0
 
     def capacity_states(self, layout: Layout) -> int | None:
-        """Return `n_ckp`."""
-        return int(self.n_ckp)
+        """Return the storage's `n_ckp`."""
+        return int(self._storage.n_ckp)
 
     def open(self, layout: Layout) -> None:
-        """Begin with all keys free.  Raises StoreError if a revolver has checkpoints in it."""
-        if self._keys:
-            raise StoreError(
-                f"storage {self.name!r} holds the checkpoints of another revolver; close that one "
-                "first, or give each revolver storages of its own"
-            )
+        """Begin with no checkpoint."""
+        self.close()
         self._layout, self.stats = layout, StoreStats()
-        self._free = list(reversed(range(self.n_ckp)))
 
     def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
         """Save; False when all keys are taken.  What `save` raises reaches the caller."""
-        if not self._free:
+        place = next((k for k in range(self._storage.n_ckp) if k not in self._given), None)
+        if place is None:
             self.stats.refused += 1
             return False
-        began, place = perf_counter(), self._free.pop()
+        began = perf_counter()
+        self._storage.save(place, list(arrays))
+        self._given.add(place)
         self._keys[key] = place
-        self.save(place, list(arrays))
         self._count("write", key, began)
         return True
 
@@ -119,29 +122,26 @@ class Storage(BaseStore):
 
     def get(self, key: int) -> list[Array]:
         """Load into new arrays."""
-        if key not in self._keys or self._layout is None:
+        if key not in self._keys:
             raise CheckpointLost(f"storage {self.name!r} holds no checkpoint {key}")
         began = perf_counter()
         arrays = [np.empty(leaf.shape, leaf.dtype) for leaf in self._layout.leaves]
-        self.load(self._keys[key], arrays)
+        self._storage.load(self._keys[key], arrays)
         self._count("read", key, began)
         return arrays
 
     def drop(self, key: int) -> None:
         """Give the key back."""
-        place = self._keys.pop(key, None)
-        if place is not None:
-            self._free.append(place)
-            assert self._layout is not None
+        if key in self._keys:
+            self._given.discard(self._keys.pop(key))
             self.stats.stored_bytes -= self._layout.nbytes
 
     def close(self) -> None:
         """Give all keys back."""
+        self._given.difference_update(self._keys.values())
         self._keys.clear()
-        self._free.clear()
 
     def _count(self, kind: Literal["write", "read"], key: int, began: float) -> None:
-        assert self._layout is not None
         nbytes, stats = self._layout.nbytes, self.stats
         self.transfers.append(TransferRecord(kind, key, began, perf_counter(), nbytes))
         if kind == "read":
