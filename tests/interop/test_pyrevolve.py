@@ -345,6 +345,16 @@ def test_revolvers_share_the_keys_of_a_storage() -> None:
     revolver.close()
 
 
+def test_a_first_level_that_costs_keeps_its_checkpoints() -> None:
+    problem = Problem()
+    fast = storage.NumpyStorage(problem.size, 3, problem.dtype, wd=0.5, rd=0.5)
+    own = Own(problem.size, 1, problem.dtype, wd=3, rd=3)
+    with ours.MultiLevelRevolver(*problem.operators(), NT, [fast, own]) as revolver:
+        assert np.array_equal(problem.gradient(revolver), EXACT)
+        first, second = revolver.report().tiers
+        assert first.refused_busy == second.refused_busy == 0
+
+
 @pytest.mark.parametrize("scheme", compression.compressors_available)
 def test_compression(scheme: str | None) -> None:
     problem = Problem()

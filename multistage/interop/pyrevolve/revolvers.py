@@ -553,8 +553,8 @@ class MultiLevelRevolver(BaseRevolver):
             warnings.warn(
                 "H-Revolve is optimal only for costs that grow with the level", stacklevel=2
             )
-        slow = self.storage_list
-        if type(slow[0]) is NumpyStorage:
+        slow, first = self.storage_list, levels[0]
+        if type(slow[0]) is NumpyStorage and (len(slow) == 1 or first == Level(first.capacity)):
             slow = slow[1:]
         else:  # one state in fast memory, from which steps begin
             levels = (Level(1), *levels)
