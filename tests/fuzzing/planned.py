@@ -24,17 +24,17 @@ from multistage.actions import (
     Tape,
 )
 from multistage.model.costs import NOT_KEPT
+from multistage.states.layout import places
 
 from .cases import Case
 from .stores import LateStore
 
-_ALIGN = 64
 _STEP_S = 1e-3
 
 
 def state_bytes(case: Case) -> int:
     """Return the bytes of a state as budgets count them."""
-    return max(_ALIGN, sum(-(-leaf.nbytes // _ALIGN) * _ALIGN for leaf in case.leaves))
+    return places([leaf.nbytes for leaf in case.leaves])[1]
 
 
 def tape_bytes(case: Case) -> int:
