@@ -150,8 +150,7 @@ def test_classes_of_stores_are_known_by_their_methods_or_bases() -> None:
     assert house.classes_of_stores([house.Source("model/a.py", code, 9)]) == set()
 
 
-# A bar is only ever lowered; that of the tests was raised once, by twins that became oracles, and
-# that of classes by one: each revolver has a store of its own for a storage that others share.
+# Bars are only lowered, but by twins that became oracles, and a store for each revolver of a storage.
 BARS = {
     "files_over_700": 0,
     "longest_function": 60,

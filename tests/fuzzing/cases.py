@@ -368,8 +368,7 @@ def _settled(source: random.Random, one: Case) -> Case:
     written = {"rotating", "borrowed", "lent view"} & set(changes["manners"]) and not one.in_place
     if one.adjoint == "of the tape" and (one.one_tape or written):
         changes["adjoint"] = "digest"  # the operators themselves overwrite that tape
-    if one.keeps == "given" and written:
-        changes["keeps"] = "copy"  # and that state
+    changes["keeps"] = "copy" if written and one.keeps == "given" else one.keeps
     if one.block and one.tape in TAPES_ODD and one.in_place and one.front == "own":
         tape = "arrays"
     changes["tape"] = tape

@@ -148,6 +148,9 @@ MAKERS: dict[str, Callable[[Problem, Path], Any]] = {
         NT,
         [Own(p.size, 3, p.dtype, wd=0.5, rd=0.5), Own(p.size, 20, p.dtype, wd=2, rd=2)],
     ),
+    "numpy with costs first": lambda p, f: ours.MultiLevelRevolver(
+        *p.operators(), NT, [levels(p, f)[1], Own(p.size, 1, p.dtype, wd=3, rd=3)]
+    ),
     "compressed first": lambda p, f: ours.MultiLevelRevolver(
         *p.operators(),
         NT,
@@ -318,41 +321,15 @@ def test_uf_and_ub_are_heeded(tmp_path: Path) -> None:
 
 def test_revolvers_share_the_keys_of_a_storage() -> None:
     first, second = Problem(), Problem(dtype=np.float32)
-    alone = Problem(dtype=np.float32)
-    expected = alone.gradient(ours.Revolver(*alone.operators(), NT, NT)).copy()
-    own = Own(first.size, 60, first.dtype, wd=1, rd=1)
-    shared = [storage.NumpyStorage(first.size, 2, first.dtype), own]
-    revolver = ours.MultiLevelRevolver(*first.operators(), NT, shared)
-    other = ours.MultiLevelRevolver(*second.operators(), NT, shared)
-    leaving = ours.MultiLevelRevolver(*alone.operators(), NT, shared)
-    for _ in range(2):
-        first.reset()
-        second.reset()
-        revolver.apply_forward()
-        other.apply_forward()
-        revolver.apply_reverse()
-        other.apply_reverse()
-        assert np.array_equal(first.v, EXACT) and np.array_equal(second.v, expected)
-    alone.reset()
-    leaving.apply_forward()
-    first.reset()
-    revolver.apply_forward()
-    leaving.close()
-    revolver.apply_reverse()
-    assert np.array_equal(first.v, EXACT)
-    assert sum(tier.lost for tier in revolver.report().tiers) == 0
-    other.close()
-    revolver.close()
-
-
-def test_a_first_level_that_costs_keeps_its_checkpoints() -> None:
-    problem = Problem()
-    fast = storage.NumpyStorage(problem.size, 3, problem.dtype, wd=0.5, rd=0.5)
-    own = Own(problem.size, 1, problem.dtype, wd=3, rd=3)
-    with ours.MultiLevelRevolver(*problem.operators(), NT, [fast, own]) as revolver:
-        assert np.array_equal(problem.gradient(revolver), EXACT)
-        first, second = revolver.report().tiers
-        assert first.refused_busy == second.refused_busy == 0
+    shared = [Own(first.size, 60, first.dtype, wd=1, rd=1)]
+    with ours.MultiLevelRevolver(*first.operators(), NT, shared) as revolver:
+        for _ in range(2):
+            first.reset()
+            revolver.apply_forward()
+            with ours.MultiLevelRevolver(*second.operators(), NT, shared) as other:
+                other.apply_forward()
+            revolver.apply_reverse()
+            assert np.array_equal(first.v, EXACT)
 
 
 @pytest.mark.parametrize("scheme", compression.compressors_available)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -110,7 +110,12 @@ class StorageStore(BaseStore):
         self._storage.save(place, list(arrays))
         self._given.add(place)
         self._keys[key] = place
-        self._count("write", key, began)
+        nbytes, stats = self._layout.nbytes, self.stats
+        self.transfers.append(TransferRecord("write", key, began, perf_counter(), nbytes))
+        stats.writes += 1
+        stats.bytes_written += nbytes
+        stats.stored_bytes += nbytes
+        stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
         return True
 
     def wait_written(self, key: int) -> bool:
@@ -127,7 +132,10 @@ class StorageStore(BaseStore):
         began = perf_counter()
         arrays = [np.empty(leaf.shape, leaf.dtype) for leaf in self._layout.leaves]
         self._storage.load(self._keys[key], arrays)
-        self._count("read", key, began)
+        nbytes = self._layout.nbytes
+        self.transfers.append(TransferRecord("read", key, began, perf_counter(), nbytes))
+        self.stats.reads += 1
+        self.stats.bytes_read += nbytes
         return arrays
 
     def drop(self, key: int) -> None:
@@ -140,18 +148,6 @@ class StorageStore(BaseStore):
         """Give all keys back."""
         self._given.difference_update(self._keys.values())
         self._keys.clear()
-
-    def _count(self, kind: Literal["write", "read"], key: int, began: float) -> None:
-        nbytes, stats = self._layout.nbytes, self.stats
-        self.transfers.append(TransferRecord(kind, key, began, perf_counter(), nbytes))
-        if kind == "read":
-            stats.reads += 1
-            stats.bytes_read += nbytes
-            return
-        stats.writes += 1
-        stats.bytes_written += nbytes
-        stats.stored_bytes += nbytes
-        stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
 
 
 class NumpyStorage(Storage):
