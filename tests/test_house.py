@@ -150,7 +150,7 @@ def test_classes_of_stores_are_known_by_their_methods_or_bases() -> None:
     assert house.classes_of_stores([house.Source("model/a.py", code, 9)]) == set()
 
 
-# Bars are only lowered, but by twins that became oracles, and a store of each revolver's storage.
+# A bar is only ever lowered, but by twins that became oracles and by what a mend takes.
 BARS = {
     "files_over_700": 0,
     "longest_function": 60,

@@ -126,8 +126,12 @@ class Stage:
                 f"stage {self.name!r}: tape_bytes={self.tape_bytes} < "
                 f"output_bytes={self.output_bytes}; the tape includes the output"
             )
-        ways = [w if isinstance(w, Way) else Way(**w) for w in self.ways]  # as JSON has them
-        object.__setattr__(self, "ways", tuple(ways))
+        try:  # as JSON has them
+            ways = tuple(way if isinstance(way, Way) else Way(**way) for way in self.ways)
+        except TypeError as error:
+            what = f"stage {self.name!r}: ways={shown(self.ways)}"
+            raise ArgumentError(f"{what} must be a tuple of Way") from error
+        object.__setattr__(self, "ways", ways)
         whole(self.way, f"stage {self.name!r}: way", 0)
         for way in ways:
             if way.tape_bytes < self.output_bytes:

@@ -83,7 +83,7 @@ static int run(int fd, int64_t count, int64_t room, transfer_t *write_with, int 
     memset(&view, 0, sizeof view);
     stream_options_t o = {.fd = fd, .most_bytes = room, .count = count, .record_bytes = SMALL,
                           .extent_bytes = EXTENT, .depth = 3, .arena = arena, .landing = 3 * EXTENT,
-                          .n_buffers = 3, .bounce = bounce, .chunk_bytes = CHUNK, .n_bounces = 2,
+                          .n_buffers = count > 1 ? 3 : 0, .bounce = bounce, .chunk_bytes = CHUNK, .n_bounces = 2,
                           .outside = outside, .view = &view,
                           .pwrite = outside ? outside_write : write_with,
                           .pread = outside ? outside_read : NULL};

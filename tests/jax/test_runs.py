@@ -17,7 +17,9 @@ import pytest
 
 from multistage import native
 
-handlers = pytest.importorskip("multistage.jax.handlers", exc_type=ImportError)
+pytest.importorskip("jax")
+
+from multistage.jax import handlers
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or native.LIBRARY is None, reason="needs Linux and the C core"

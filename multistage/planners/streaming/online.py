@@ -335,10 +335,10 @@ def resumed_schedule(
     >>> costs = Costs(1.0, 2.0, tiers=(Tier(write_s=4.0, read_s=4.0),))
     >>> actions = []
     >>> schedule = resumed_schedule(costs, 3, 100, [0, 4], end=6)
-    >>> from multistage.actions import drive, Get
+    >>> from multistage.actions import Await, drive, Get
     >>> for action, send in drive(schedule):
     ...     actions.append(action)
-    ...     send(0 if action == Get(4) else 1 if action == Get(0) else True)
+    ...     send({Get(4): 0, Get(0): 1}.get(action, isinstance(action, Await) or None))
     >>> [type(action).__name__ for action in actions[:5]], actions[1].step
     (['EndForward', 'Get', 'Await', 'Load', 'Get'], 4)
     """
