@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from .. import native
 from ..backends.files import FileStore
@@ -177,6 +179,33 @@ def opened(tier: TierName) -> tuple[str, int]:
     return folder, -1 if store.capacity_bytes is None else store.capacity_bytes
 
 
+# The devices of a program would each decide how long its blocks are, while they exchange data
+# within steps.  How many they are is known when it is lowered.
+_alone: Any = Primitive("multistage_alone")
+_alone.def_abstract_eval(lambda run: run)
+
+
+@_alone.def_impl  # type: ignore[untyped-decorator]
+def _alone_now(run: jax.Array) -> Any:
+    with jax.disable_jit(False):
+        return jax.jit(_alone.bind)(run)
+
+
+def _lower_alone(context: Any, run: Any) -> list[Any]:
+    devices = context.module_context.axis_context
+    mesh = getattr(devices, "mesh", None)
+    count = devices.num_devices if mesh is None else mesh.size
+    if count > 1:
+        raise ArgumentError(
+            f"multistage.jax.scan takes gradients in programs for one device, this one is for "
+            f"{count}; leave its inputs on one, or use jax.lax.scan with jax.checkpoint"
+        )
+    return [run]
+
+
+mlir.register_lowering(_alone, _lower_alone)
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """Where in a program a loop is, and what its runs have in common; see `loop_options_t`."""
@@ -205,7 +234,7 @@ class Site:
         @custom_vmap
         def begun(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
             run, every = call(*inputs, folder=self.folder, site=site, **numbers)
-            return run, every
+            return _alone.bind(run), every
 
         @begun.def_vmap
         def _batched(_size: int, _batched: object, *inputs: jax.Array) -> tuple[Any, Any]:

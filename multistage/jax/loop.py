@@ -152,7 +152,8 @@ def scan(
     ------
     ArgumentError
         For xs of different lengths, a tier that cannot be used inside a program, arrays whose
-        elements are smaller than a byte, another device than a CPU, or without the C core.
+        elements are smaller than a byte, another device than a CPU, a gradient in a program for
+        several devices, or without the C core.
     BudgetError
         For less memory than a block of one step takes: names the least.
     StoreError

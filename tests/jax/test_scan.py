@@ -27,6 +27,9 @@ N = 53
 W = jnp.asarray(NOISE.normal(size=(6, 6)) / 3, jnp.float32)
 XS = jnp.asarray(NOISE.normal(size=(N, 6)), jnp.float32)
 C0 = jnp.asarray(NOISE.normal(size=6), jnp.float32)
+SHARDED = jax.sharding.NamedSharding(
+    jax.sharding.AbstractMesh((2,), ("d",)), jax.sharding.PartitionSpec("d")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -264,6 +267,15 @@ REFUSED = {
         lambda: jax.grad(lambda w: loss(ours(330), w, C0, XS))(W),
         BudgetError,
         "330 bytes < ",
+    ),
+    "a program for several devices": (
+        lambda: (
+            jax.jit(gradient(ours()))
+            .trace(W, jax.ShapeDtypeStruct(C0.shape, C0.dtype, sharding=SHARDED), XS)
+            .lower(lowering_platforms=("cpu",))
+        ),
+        ArgumentError,
+        "this one is for 2; leave its inputs on one",
     ),
     "a remote tier": (
         lambda: ours(tiers="s3://x/y")(lambda c, x: (c, None), C0, XS),
