@@ -42,6 +42,7 @@ _FAILURES = 3  # in a row, then nothing more is moved down
 _SPARE_PART = 4  # states go down from when less than this part is free: writes seldom wait
 _MOVES = 2  # that are under way at a time
 _AT_ONCE = 4  # moves that one call may begin
+_OFFERS = 3  # to a store that was busy, but is not any more
 _LONG_S = 60.0  # of one wait for a move
 
 
@@ -294,8 +295,8 @@ class CascadeStore(BaseStore):
         self._short = False
         if self._most_states is not None and len(self._states) > self._most_states:
             return self._refused()
-        while not self._upper.put(state.number, arrays, block=block):
-            if self._upper.waits():
+        while not (accepted := self._offer(self._upper, state, arrays, block)):
+            if accepted is not None:
                 return False
             before = self._ended
             with Shield(up=True):
@@ -304,15 +305,42 @@ class CascadeStore(BaseStore):
                 continue
             if not self._moves:
                 # Below at once: what was dropped above is still being read there.
-                if not (self._alike and self._takes()):
+                if not self._takes():
                     return self._refused()
+                if not self._alike:
+                    if not self._unasked():
+                        return self._refused()
+                    continue
                 state.above, state.below = False, True
-                return self._lower.put(state.number, arrays, block=block) or self._refused()
+                accepted = self._offer(self._lower, state, arrays, block)
+                self._short = accepted is False
+                return self._refused() if accepted is None else accepted
             if not block:
                 self._short = True
                 return False
             self._wait_for_move()
         return True
+
+    def _unasked(self) -> bool:
+        """Let states above move that were asked for, but not read; whether there are any."""
+        asked = [each for each in self._above if each.stays and each.above]
+        for each in asked:
+            each.stays = False
+        return bool(asked)
+
+    def _offer(
+        self, store: Store, state: State, arrays: Sequence[Array], block: bool
+    ) -> bool | None:
+        """Put a state into a store; return None if that is full, False if it is busy."""
+        for _ in range(_OFFERS):
+            before = store.stats.refused_full
+            if store.put(state.number, arrays, block=block):
+                return True
+            if block or store.stats.refused_full > before:
+                return None
+            if store.waits():
+                return False
+        return None  # it says neither
 
     def _refused(self) -> bool:
         self.stats.refused_full += 1
@@ -359,7 +387,9 @@ class CascadeStore(BaseStore):
         self._hold.check()
         self._go_on()
         is_full = self._short or (self._most is not None and len(self._above) >= self._most)
-        return self._upper.waits() or (is_full and bool(self._moves))
+        below = self._alike and self._takes()  # where it goes at once if nothing moves
+        busy = self._moves or (below and self._lower.waits())
+        return self._upper.waits() or (is_full and bool(busy))
 
     def _level(self, state: State) -> Store:
         """Return the store that a state is read from."""
@@ -517,10 +547,14 @@ class CascadeStore(BaseStore):
             if arrays is None:
                 return False
             state.sent = True  # first: the store is at it
-            if target.put(state.number, arrays, block=block):
+            accepted = self._offer(target, state, arrays, block)
+            if accepted:
                 state.above = True  # from now on, or below again if that fails
                 return True
-            self._is_full = self._is_full or (down and not target.waits())
+            if accepted is not None:
+                state.sent = False
+                return False
+            self._is_full = self._is_full or down
             state.stays = state.stays or not down
         self._end_move(state)
         return False

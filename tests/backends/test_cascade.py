@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -236,6 +236,45 @@ def test_a_failing_lower_level_leaves_states_in_the_upper() -> None:
     assert kept == [0, 1, 2, 3]  # what there is room for above
     assert all(store.get(key)[0][0] == key for key in kept)
     assert lower.numbers["write"] == 3  # then it is left alone
+    store.close()
+
+
+class Busy(FaultyStore):
+    """A level that refuses some states without waiting, and is not busy any more when asked."""
+
+    def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
+        if not block and self.puts < 2:
+            self.puts += 1
+            return False
+        return self._inner.put(key, arrays, block=block)
+
+
+def test_a_lower_level_that_was_busy_is_not_full() -> None:
+    store = CascadeStore(MemoryStore(4 * EXTENT, buffer_bytes=0), Busy(MemoryStore(buffer_bytes=0)))
+    store.open(LAYOUT)
+    fill(store, 20)
+    for key in reversed(range(20)):
+        assert store.get(key)[0].tobytes() == state(key)[0].tobytes()
+    assert store.stats.refused == 0
+    store.close()
+
+
+def test_a_state_that_waits_for_the_lower_level_does_not_find_it_full() -> None:
+    """Where nothing above can move, it goes below at once: a queue of two writes there."""
+    gate = threading.Event()
+    lower = Told(gate=gate).store()
+    upper = FaultyStore(MemoryStore(40 * EXTENT, buffer_bytes=0), refuse=lambda put: put >= 3)
+    store = CascadeStore(upper, lower)
+    store.open(LAYOUT)
+    for key in range(3):
+        assert store.put(key, state(key), block=True) and store.wait_written(key)
+        store.prefetch(key)
+    taken = [store.put(key, state(key)) for key in range(3, 6)]
+    assert (taken, store.waits(), store.stats.refused_full) == ([True, True, False], True, 0)
+    gate.set()
+    assert store.put(5, state(5), block=True)
+    for key in reversed(range(6)):
+        assert store.get(key)[0].tobytes() == state(key)[0].tobytes()
     store.close()
 
 

@@ -231,6 +231,18 @@ def test_a_state_is_read_from_below_while_no_slot_is_free() -> None:
         store.close()
 
 
+def test_states_that_were_read_ahead_for_nothing_go_below() -> None:
+    size = 1 << 12
+    store = PinnedCascade(PinnedStore(4 * size, CPU), MemoryStore())
+    store.open(Layout.of((_line(0, size),)))
+    for key in range(20):
+        assert store.put(key, [_line(key, size)], block=True)
+        store.prefetch(key)
+    for key in range(20):
+        assert np.array_equal(store.get(key)[0].numpy(), _line(key, size))
+    store.close()
+
+
 def test_a_key_is_put_again_while_its_write_below_goes_on() -> None:
     size, gate = 1 << 12, threading.Event()
 
