@@ -75,6 +75,8 @@ class Memory:
         """Whether an array may share memory with one of these."""
         if array.flags.owndata and id(array) not in self._owners:
             return any(np.may_share_memory(array, a) for a in self._borrowed)
+        if not array.size:  # an object that is theirs, though it has no memory
+            return id(owner(array)) in self._owners
         return any(np.may_share_memory(array, a) for a in self._arrays)
 
     def visibly_apart(self, tree: T) -> T:

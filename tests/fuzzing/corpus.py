@@ -41,9 +41,7 @@ CORPUS: dict[str, Case] = {
     "slots with the live state": replace(_IN_PLACE, tape="slots"),
     "an array of objects with the live state": replace(_IN_PLACE, tape="object array"),
     "an iterator over the live state": replace(_IN_PLACE, tape="iterator"),
-    "a tape of the live state from a class of the user's own": replace(
-        _IN_PLACE, tape="after", front="own"
-    ),
+    "the live state of an own class": replace(_IN_PLACE, tape="after", front="own"),
     "the same in blocks": replace(_IN_PLACE, tape="after", front="own", block=2),
     "costs without tapes": replace(
         _TAPED, slots=5, tape_factor=6.0, costs="tapes are states", planner="store-all"
@@ -96,6 +94,7 @@ CORPUS: dict[str, Case] = {
     ),
     "an adjoint that holds its tape": replace(_IN_PLACE, adjoint="of the tape"),
     "the same in a block": replace(_IN_PLACE, adjoint="of the tape", block=3),
+    "without numbers": replace(_IN_PLACE, leaves=(Leaf("f8", (0,)),) * 2, adjoint="of the tape"),
     "None for an adjoint": replace(_TWO, none_at=2),
     "None for an adjoint in a block": replace(_TWO, none_at=2, block=2),
     "a compressed tier of the drop-in": replace(
