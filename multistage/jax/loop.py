@@ -36,6 +36,7 @@ Y = TypeVar("Y")
 _LINE = 64
 _MOST_BUFFERS, _BUFFERS = 16 << 20, 4  # bytes of a stream's buffers at most; in records at least
 _LEAST_BLOCK = 128 << 10  # bytes of states a block stands for: a save costs microseconds
+_MOST_STEPS = 2**31 - 1  # programs count steps in 32 bits
 _PACKED = re.compile(r"(?:u?int|float)[124](?:_|$)")
 
 
@@ -151,9 +152,9 @@ def scan(
     Raises
     ------
     ArgumentError
-        For xs of different lengths, a tier that cannot be used inside a program, arrays whose
-        elements are smaller than a byte, another device than a CPU, a gradient in a program for
-        several devices, or without the C core.
+        For xs of different lengths, a tier that cannot be used inside a program, a mutable Ref
+        that f closes over, arrays whose elements are smaller than a byte, another device than a
+        CPU, a gradient in a program for several devices, or without the C core.
     BudgetError
         For less memory than a block of one step takes: names the least.
     StoreError
@@ -180,10 +181,10 @@ def scan(
     """
     folder, capacity_bytes = opened(tiers)
     budget = Budget.parse(memory)
-    init = jax.tree.map(_strong, init)
+    init = jax.tree.map(jnp.asarray, init)
     xs = jax.tree.map(jnp.asarray, xs)
     n = _length(xs, length)
-    loop = _Loop.of(f, init, xs, n, reverse)
+    loop, init = _Loop.of(f, init, xs, n, reverse)
     _room(budget, loop.carry, 1)
     if not n:
         return init, jax.tree.map(lambda y: jnp.zeros((0, *y.shape), y.dtype), loop.y_like)
@@ -203,6 +204,22 @@ def _strong(value: Any) -> jax.Array:
     return array if _is_key(array) else lax.convert_element_type(array, array.dtype)
 
 
+def _differ(init: Any, carry: Any) -> bool:
+    """Whether a carry has the structure of state 0, but other dtypes."""
+    before, after = (cast(Any, jax.tree.structure(tree)) for tree in (init, carry))
+    if before != after:
+        return False
+    pairs = zip(jax.tree.leaves(init), jax.tree.leaves(carry), strict=True)
+    return any(one.dtype != other.dtype for one, other in pairs)
+
+
+def _promoted(value: Any, other: Any) -> Any:
+    """Return a leaf of state 0; a weak one as `jax.lax.scan` takes it, beside what f returns."""
+    if not jax.typeof(value).weak_type or value.dtype == other.dtype:
+        return value
+    return lax.convert_element_type(value, jnp.result_type(value, other.dtype))
+
+
 def _length(xs: Any, length: int | None) -> int:
     """Return the number of steps.  Raises ArgumentError."""
     lengths = {jnp.shape(leaf)[0] if jnp.ndim(leaf) else -1 for leaf in jax.tree.leaves(xs)}
@@ -212,6 +229,8 @@ def _length(xs: Any, length: int | None) -> int:
         raise ArgumentError(
             f"xs and length= give the lengths {sorted(lengths)}; they must give one, at least 0"
         )
+    if max(lengths) > _MOST_STEPS:
+        raise ArgumentError(f"length={max(lengths)} > {_MOST_STEPS}; put a loop in a loop")
     return lengths.pop()
 
 
@@ -274,8 +293,13 @@ class _Loop:
     backwards: bool
 
     @classmethod
-    def of(cls, f: Callable[..., Any], init: Any, xs: Any, n: int, backwards: bool) -> _Loop:
-        """Return the loop of `scan`.  Raises TypeError for a carry that changes its type."""
+    def of(
+        cls, f: Callable[..., Any], init: Any, xs: Any, n: int, backwards: bool
+    ) -> tuple[_Loop, Any]:
+        """Return the loop of `scan` and state 0, its weak types as f makes them.
+
+        Raises TypeError for a carry that changes its type otherwise.
+        """
         y_trees = []
 
         def traced(carry: Any, x: Any) -> Any:
@@ -285,9 +309,16 @@ class _Loop:
 
         x = jax.tree.map(lambda a: shaped(a.shape[1:], a.dtype), xs)
         closed, (carry, y_like) = jax.make_jaxpr(traced, return_shape=True)(init, x)
+        if _differ(init, carry):
+            init = jax.tree.map(_promoted, init, carry)
+            y_trees.clear()
+            closed, (carry, y_like) = jax.make_jaxpr(traced, return_shape=True)(init, x)
         _require_alike(init, carry)
+        init = jax.tree.map(_strong, init)
+        if any(not isinstance(jax.typeof(one), jax.core.ShapedArray) for one in closed.consts):
+            raise ArgumentError("f closes over a mutable Ref; return what it would hold as a y")
         const_tree, carry_tree, x_tree = _Tree(tuple(closed.consts)), _Tree(init), _Tree(xs)
-        return cls(
+        made = cls(
             closed,
             const_tree,
             carry_tree,
@@ -300,6 +331,7 @@ class _Loop:
             n,
             backwards,
         )
+        return made, init
 
     def step(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         """Return the carry and the y of a step."""
@@ -310,7 +342,7 @@ class _Loop:
             lax.convert_element_type(_raw(one), like.dtype)
             for one, like in zip(made[:count], carry, strict=True)
         )
-        return after, tuple(map(_raw, made[count:]))
+        return after, tuple(_raw(jnp.asarray(one)) for one in made[count:])
 
     def row(self, arrays: Arrays, i: jax.Array) -> Arrays:
         """Return what step i is given, of xs or of the gradients of ys."""
@@ -458,6 +490,11 @@ def _pulled(loop: _Loop, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arra
     return after, pulled
 
 
+def _stop(b: jax.Array, every: jax.Array, n: int) -> jax.Array:
+    """Return where block b ends; (b + 1) * every may be more than 32 bits hold."""
+    return b * every + jnp.minimum(every, n - b * every)
+
+
 def _forward(
     loop: _Loop, site: Site, consts: Arrays, carry: Arrays, xs: Arrays
 ) -> tuple[tuple[Arrays, Arrays], Any]:
@@ -468,7 +505,7 @@ def _forward(
     def go(b: jax.Array, made: Any) -> Any:
         token, witness, carry, ys = made
         token, witness = save(run, token, b, witness, *carry)
-        stop = jnp.minimum((b + 1) * every, n)
+        stop = _stop(b, every, n)
         return token, witness, *loop.block((consts, xs), b * every, stop, (carry, ys))
 
     started = (jnp.uint32(0), jnp.zeros(()), carry, loop.blank())
@@ -494,7 +531,7 @@ def _reverse(
     def turned(j: jax.Array, made: Any) -> Any:
         token, adjoint, total, x_adjoints, residuals = made
         b = blocks - 1 - j
-        first, stop = b * every, jnp.minimum((b + 1) * every, n)
+        first, stop = b * every, _stop(b, every, n)
         token, found, carry = load(run, token, b, witness, like)
         carry = lax.fori_loop(found * every, first, run_on, carry)  # none if it was there
 

@@ -18,6 +18,7 @@ import multistage.jax as mjax  # noqa: E402
 from multistage import native  # noqa: E402
 from multistage.errors import ArgumentError, BudgetError, StoreError  # noqa: E402
 from multistage.jax.handlers import Seen  # noqa: E402
+from multistage.jax.loop import _stop  # noqa: E402
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="needs the C core")
 
@@ -82,6 +83,14 @@ def in_itself(scan, c):
     return scan(step, c, None, length=9)[1].sum()
 
 
+def mutating(ref):
+    def step(c, x):
+        ref[...] = c
+        return c + x, None
+
+    return ours()(step, C0, XS)
+
+
 def powers(scan, w, **options):
     return scan(lambda c, x: (w * c, c.sum()), C0, **options)
 
@@ -123,6 +132,20 @@ CASES = {
     "weak type": lambda scan: jax.jit(
         jax.grad(lambda w: scan(lambda c, x: (c * w, c), 1.0, length=9)[0])
     )(1.1),
+    "weak type beside a shorter one": lambda scan: jax.jit(
+        jax.value_and_grad(
+            lambda x: scan(lambda c, x: (c * x, c * x), 1.0, x)[1].sum().astype(jnp.float32)
+        )
+    )(XS[:, 0].astype(jnp.bfloat16)),
+    "weak type that stays": lambda scan: jax.jit(
+        lambda x: scan(lambda c, x: (c + 1.0, c * x), 0.0, x)
+    )(XS[:, 0].astype(jnp.bfloat16)),
+    "weak integer that becomes a float": lambda scan: jax.jit(
+        jax.grad(lambda x: scan(lambda c, x: (c * 0.5 + x, c), 0, x)[1].sum())
+    )(XS[:, 0]),
+    "numbers of Python": lambda scan: jax.jit(
+        lambda x: scan(lambda c, x: (c * x, (1.0, 2, True)), C0, x)
+    )(XS),
     "no gradient": lambda scan: jax.jit(lambda w: powers(scan, w, length=9))(1.1),
 }
 
@@ -193,6 +216,13 @@ class Failing:
         native.library().ms_loop_hooks(native.Transfer(), HOOKS[-1])
 
 
+@pytest.mark.parametrize("n, every", [(9, 3), (10, 3), (2**31 - 1, 1000), (2**31 - 1, 2**31 - 1)])
+def test_the_last_block_ends_with_the_last_step(n, every):
+    last = (n - 1) // every
+    assert int(_stop(jnp.int32(last), jnp.int32(every), n)) == n
+    assert int(_stop(jnp.int32(0), jnp.int32(every), n)) == min(n, every)
+
+
 @pytest.mark.parametrize("fails", [lambda n: errno.EIO if n % 2 else 0, lambda n: None])
 def test_states_that_are_lost_or_corrupted_are_made_again(fails):
     c, xs = jnp.ones((600, 100)), jnp.ones((60, 1, 100)) * 0.1
@@ -252,10 +282,20 @@ REFUSED = {
         TypeError,
         "structure",
     ),
+    "a mutable reference": (
+        lambda: mutating(jax.new_ref(C0)),
+        ArgumentError,
+        "closes over a mutable Ref",
+    ),
     "two lengths": (
         lambda: ours()(lambda c, x: (c, None), C0, (XS, XS[:3])),
         ArgumentError,
         r"lengths \[3, 53\]",
+    ),
+    "too many steps": (
+        lambda: ours()(lambda c, x: (c, None), C0, length=2**31),
+        ArgumentError,
+        "length=2147483648 > 2147483647",
     ),
     "no length": (lambda: ours()(lambda c, x: (c, None), C0), ArgumentError, "length"),
     "no room": (
