@@ -145,7 +145,8 @@ class Remaking(fx.Interpreter):
             if not numbers or storage in last or not final:
                 continue
             others = {key: number for key, number in kept.items() if key != storage}
-            needed = self._needed(maker, others)
+            # With the others made again: they may have been read from this storage.
+            needed = self._needed([*(made for made, _ in views.values()), maker], others)
             types = {self._saved[number].dtype for number in numbers}
             if needed is None or types != {self.env[maker].dtype}:
                 continue
@@ -153,15 +154,14 @@ class Remaking(fx.Interpreter):
             nbytes = self.env[maker].untyped_storage().nbytes()
             if nbytes < least * seconds:
                 continue
-            kept, again = others, again | needed
+            kept, again = others, needed
             for number in numbers:
                 views[number] = maker, Geometry.of(self._saved[number])
         return self._built(again, views, kept) if views else None
 
-    def _needed(self, node: fx.Node, kept: dict[int, int]) -> set[fx.Node] | None:
-        """Return the nodes to run for the value of a node; None if it cannot be made again."""
+    def _needed(self, waiting: list[fx.Node], kept: dict[int, int]) -> set[fx.Node] | None:
+        """Return the nodes to run for the values of some; None if one cannot be made again."""
         needed: set[fx.Node] = set()
-        waiting = [node]
         while waiting:
             n = waiting.pop()
             if n in needed or self._source(n, kept):
