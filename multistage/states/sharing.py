@@ -73,11 +73,9 @@ class Memory:
 
     def meets(self, array: Array) -> bool:
         """Whether an array may share memory with one of these."""
-        if array.flags.owndata and id(array) not in self._owners:
-            return any(np.may_share_memory(array, a) for a in self._borrowed)
-        if not array.size:  # an object that is theirs, though it has no memory
-            return id(owner(array)) in self._owners
-        return any(np.may_share_memory(array, a) for a in self._arrays)
+        own = array.flags.owndata and id(array) not in self._owners
+        shares = (np.may_share_memory(array, a) for a in (self._borrowed if own else self._arrays))
+        return any(shares) or (not array.size and id(owner(array)) in self._owners)
 
     def visibly_apart(self, tree: T) -> T:
         """Return a tree with the arrays copied that share this memory, in dataclasses too.
