@@ -15,7 +15,7 @@
 enum { LINE = 64, EXTENT = 1 << 20, HUGE = 2 << 20, LEAST_BUFFERS = 2, MOST_BUFFERS = 4, NICE = 5 };
 enum { AHEAD = 3, MOST_RUNS = 1 << 16 };
 
-static const int64_t PATIENCE_NS = 250000000; /* the least that a read is waited for */
+static const int64_t PATIENCE_NS = 250000000; /* the least that a read is waited for at first */
 
 typedef struct site site_t;
 
@@ -324,6 +324,7 @@ static int64_t keep(run_t *r, int64_t k, const piece_t *pieces, int64_t n)
     engine_t *e = r->engine;
     int64_t began = now_ns();
     int64_t block_ns = (began - r->begin_ns - r->inside_ns) / k; /* of the blocks so far */
+    r->report.step_ns = max64(1, block_ns / r->report.every);
     if (r->n_keys == r->keys_len) {
         int64_t len = 2 * r->keys_len + 64, *keys = realloc(r->keys, (size_t)len * sizeof *keys);
         if (!keys)
@@ -387,7 +388,8 @@ static int64_t read_back(run_t *r, int64_t k)
     for (int64_t i = at; i >= 0 && i > at - AHEAD; i--)
         ms_stream_prefetch(s, key_of(r, r->keys[i]));
     int64_t blocks = k - (at ? r->keys[at - 1] : 0);
-    int64_t began = now_ns(), patience = max64(PATIENCE_NS, 2 * blocks * r->report.every * r->report.step_ns);
+    int64_t began = now_ns(), again_ns = blocks * r->report.every * r->report.step_ns;
+    int64_t patience = max64(PATIENCE_NS >> min64(r->report.late, 20), 2 * again_ns);
     while ((extent = ms_stream_get(s, key_of(r, key))) == STREAM_WAIT) {
         if ((left = began + patience - now_ns()) <= 0)
             break;
@@ -474,7 +476,8 @@ static int64_t load(run_t *r, int64_t k, int64_t *found, const piece_t *pieces, 
     if (!r->turn_ns) {
         r->turn_ns = now_ns();
         r->report.forward_ns = r->turn_ns - r->begin_ns;
-        r->report.step_ns = max64(1, (r->report.forward_ns - r->inside_ns) / r->report.steps);
+        if (!r->report.step_ns) /* of one block; else up to the last save: what follows may be idle */
+            r->report.step_ns = max64(1, r->report.forward_ns / r->report.steps);
     }
     r->last = k;
     *found = 0;
