@@ -6,7 +6,8 @@ store works all the time and is waited for little.
 
 The computing thread alone calls the two stores, whose own threads move the bytes: each call of the
 cascade takes a few moves further.  A state is read where it came from until it has been written
-where it goes; only then is its first copy dropped.
+where it goes; only then is its first copy dropped.  Small states that lie in one extent with one
+that has moved go with it, by one call of the C core.
 
 What a fault does:
 
@@ -60,6 +61,8 @@ class State:
         Whether that store has been given it.
     stays : bool
         Not to be moved: it was asked for, or could not be brought up.
+    placed : bool
+        Counted among the bytes that are stored.
     gone : bool
         Dropped; its copies are once its move has ended.
     """
@@ -72,6 +75,7 @@ class State:
     target: Store | None = None
     sent: bool = False
     stays: bool = False
+    placed: bool = False
     gone: bool = False
 
 
@@ -183,13 +187,12 @@ class CascadeStore(BaseStore):
         above, below = (level.capacity_states(layout) for level in self._both)
         if above is None or below is None:
             return None
-        together = self._together(layout)
+        together = self._together(layout, self._upper)
         return above + below // together * together
 
-    def _together(self, layout: Layout) -> int:
-        """Return how many states above share room, which is free once none is left there."""
-        upper = self._upper
-        return upper.per_extent(layout) if isinstance(upper, StreamedStore) else 1
+    def _together(self, layout: Layout, level: Store) -> int:
+        """Return how many states share an extent, whose room is free once none is left there."""
+        return level.per_extent(layout) if isinstance(level, StreamedStore) else 1
 
     # -------------------------------------------------------------------- its life
 
@@ -208,15 +211,21 @@ class CascadeStore(BaseStore):
         try:
             self._require_room(layout)
             self._upper.queue_depth = self.queue_depth
-            self._most = self._upper.capacity_states(layout)
-            self._room = self._together(layout)
-            self._spare = self._kept_free or max(1, (self._most or 0) // _SPARE_PART)
+            most = self._upper.capacity_states(layout)
+            self._most = 1 << 62 if most is None else most
+            together = [self._together(layout, level) for level in self._both]
+            self._room = together[0]  # to be left above for what is put next
+            self._lot = min(together)  # states that move as one
+            # With one small state an extent is moved, which takes as long as many calls.
+            self._at_a_time, self._seldom = (_MOVES, 1) if self._lot == 1 else (1, 8)
+            self._looks = 0
+            self._spare = self._kept_free or max(1, (most or 0) // _SPARE_PART)
             self._most_states = None if layout.varied else self.capacity_states(layout)
             self.stats = StoreStats()
             self._told.clear()
             self._states: dict[int, State] = {}
             self._above: OrderedDict[State, None] = OrderedDict()  # the oldest first
-            self._below: OrderedDict[State, None] = OrderedDict()
+            self._below: OrderedDict[State, None] = OrderedDict()  # those that may come up
             self._moves: list[State] = []
             self._sunk = self._risen = self._failed = 0
             self._ended = self._failures = 0  # moves, well or not; moves down that failed in a row
@@ -263,30 +272,34 @@ class CascadeStore(BaseStore):
         """Queue the write of one state above; see `Store.put`."""
         self._hold.check()
         self._rising = False
-        self._go_on()
-        with Shield(up=True):
-            self._drop(key)
-            number = key if all(key != each.number for each in self._moves) else next(self._others)
-            nbytes = sum(array.nbytes for array in arrays)
-            # Known before it is put: where Ctrl-C comes in between it is lost.
-            state = self._states[key] = State(key, number, nbytes)
+        if key in self._states:
+            with Shield(up=True):
+                self._drop(key)
+        number, nbytes = key, 0
+        for array in arrays:
+            nbytes += array.nbytes
+        if self._moves and any(key == each.number for each in self._moves):
+            number = next(self._others)
+        # Known before it is put: where Ctrl-C comes in between it is lost.
+        state = self._states[key] = State(key, number, nbytes)
         try:
             accepted = self._placed(state, arrays, block)
         except BaseException:
             with Shield(up=True):
                 self._drop(key)
             raise
-        with Shield(up=True):
-            if not accepted:
-                del self._states[key]
-                self.stats.refused += 1
-                return False
-            (self._above if state.above else self._below)[state] = None
-            stats = self.stats
-            stats.writes += 1
-            stats.bytes_written += nbytes
-            stats.stored_bytes += nbytes
-            stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
+        stats = self.stats
+        if not accepted:
+            del self._states[key]
+            stats.refused += 1
+            return False
+        # Where Ctrl-C comes here it is not moved, or not counted.
+        (self._above if state.above else self._below)[state] = None
+        state.placed = True
+        stats.stored_bytes += nbytes
+        stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
+        stats.writes += 1
+        stats.bytes_written += nbytes
         self._go_on()
         return True
 
@@ -386,7 +399,7 @@ class CascadeStore(BaseStore):
         """Whether a `put` with `block` would wait now."""
         self._hold.check()
         self._go_on()
-        is_full = self._short or (self._most is not None and len(self._above) >= self._most)
+        is_full = self._short or len(self._above) >= self._most
         below = self._alike and self._takes()  # where it goes at once if nothing moves
         busy = self._moves or (below and self._lower.waits())
         return self._upper.waits() or (is_full and bool(busy))
@@ -407,6 +420,8 @@ class CascadeStore(BaseStore):
             if state.target is self._upper and not state.sent:
                 with Shield(up=True):
                     self._end_move(state)  # it is most likely dropped next
+            if not state.above:
+                self._below.pop(state, None)
             self._level(state).prefetch(state.number)
 
     def arrived(self, key: int, timeout_s: float) -> bool:
@@ -417,9 +432,12 @@ class CascadeStore(BaseStore):
 
     def get(self, key: int) -> list[Array]:
         """Block until the read of `key` is done; return its arrays.  Raises CheckpointLost."""
-        self.prefetch(key)
-        self._go_on()
+        self._hold.check()
+        self._rising = True
         state = self._states.get(key)
+        if state is not None and not state.stays:
+            self.prefetch(key)
+        self._go_on()
         if state is None:
             raise CheckpointLost(f"tier {self.name!r} has no checkpoint {key}")
         try:
@@ -446,21 +464,27 @@ class CascadeStore(BaseStore):
     def drop(self, key: int) -> None:
         """Free the copies of `key`.  Unknown keys are ignored."""
         self._hold.check()
-        if key in self._states:
+        if self._moves:
             with Shield(up=True):
                 self._drop(key)
+        else:
+            self._drop(key)
 
     def _drop(self, key: int) -> None:
-        state = self._states.pop(key, None)
+        state = self._states.get(key)
         if state is None:
             return
-        state.gone = True
-        if self._above.pop(state, state) is None or self._below.pop(state, state) is None:
-            self.stats.stored_bytes -= state.nbytes
         if state.target is None:
-            self._free(state)
+            self._free(state)  # first: after Ctrl-C it can be dropped again
         elif state.sent:
             state.target.cancel(state.number)
+        state.gone = True
+        self._above.pop(state, None)
+        self._below.pop(state, None)
+        if state.placed:
+            state.placed = False
+            self.stats.stored_bytes -= state.nbytes
+        self._states.pop(key, None)
 
     def _free(self, state: State) -> None:
         """Drop the copies of a state that is gone."""
@@ -473,9 +497,14 @@ class CascadeStore(BaseStore):
 
     def _go_on(self) -> None:
         """Take moves further where there are any."""
-        if self._moves or self._next(False):
-            with Shield(up=True):
-                self._advance()
+        if self._moves:
+            self._looks += 1
+            if self._looks % self._seldom:
+                return
+        elif not self._next(False):
+            return
+        with Shield(up=True):
+            self._advance()
 
     def _advance(self, *, pressed: bool = False) -> None:
         """Take moves further, and begin others; one down at least where room is `pressed` for."""
@@ -483,7 +512,7 @@ class CascadeStore(BaseStore):
             self._further(state)
         pressed = pressed and all(each.target is self._upper for each in self._moves)
         for _ in range(_AT_ONCE):
-            found = self._next(pressed) if len(self._moves) < _MOVES else None
+            found = self._next(pressed) if len(self._moves) < self._at_a_time else None
             if found is None:
                 return
             found.target = self._lower if found.above else self._upper
@@ -493,14 +522,14 @@ class CascadeStore(BaseStore):
 
     def _next(self, pressed: bool) -> State | None:
         """Return the state to move now."""
-        left = 1 << 62
-        if self._most is not None:
-            ways = [each.target for each in self._moves if not each.gone]
-            left = self._most - len(self._above) + ways.count(self._lower) - ways.count(self._upper)
+        left = self._most - len(self._above)
+        for each in self._moves:
+            if not each.gone:
+                left += 1 if each.target is self._lower else -1
         movable: Iterable[State]
         if pressed or (left < self._spare and not self._rising):
             movable = self._above if self._takes() else ()
-        elif self._rising and left > self._room and self._alike:
+        elif self._rising and left >= self._room + self._lot and self._alike:
             movable = reversed(self._below)
         else:
             return None
@@ -560,32 +589,50 @@ class CascadeStore(BaseStore):
         return False
 
     def _moved(self, state: State, down: bool) -> None:
-        """Note that a state was written where it moved to."""
-        if down:
-            self._sunk += 1
-            self._is_full = False  # or it was busy
+        """Note that a state was written where it moved to, and let others go with it."""
+        self._is_full = False  # or it was busy
+        if state.gone:
             state.below = True
-            if state.stays and not state.gone:  # it was asked for meanwhile
-                state.below = False
-                self._lower.drop(state.number)
-            elif not state.gone:
-                state.above = False
-                self._upper.drop(state.number)
-                self._above.pop(state)
-                self._below[state] = None
-        elif not state.gone:
-            self._risen += 1
-            state.below = False
+            return
+        if down and state.stays:  # it was asked for meanwhile
             self._lower.drop(state.number)
-            self._is_full = False
-            self._below.pop(state)
-            self._above[state] = None
-            self._above.move_to_end(state, last=False)  # older than all that never went down
+            return
+        (self._upper if down else self._lower).drop(state.number)
+        for each in (state, *(self._along(state, down) if self._lot > 1 else ())):
+            each.above, each.below = not down, down
+            if down:
+                self._sunk += 1
+                self._above.pop(each, None)
+                self._below[each] = None
+            else:
+                self._risen += 1
+                self._below.pop(each, None)
+                self._above[each] = None
+                self._above.move_to_end(each, last=False)  # older than all that never went down
+
+    def _along(self, state: State, down: bool) -> list[State]:
+        """Move small states that lie in one extent with one that has moved; return them."""
+        most = self._lot if down else min(self._lot, self._most - len(self._above) - self._room)
+        found, ahead = list[State](), state
+        for ahead in self._above if down else reversed(self._below):
+            if ahead is not state:
+                if ahead.stays or len(found) >= most:
+                    break
+                found.append(ahead)
+        source, target = self._both if down else reversed(self._both)
+        assert isinstance(source, StreamedStore) and isinstance(target, StreamedStore)
+        moved = source.pass_on([each.number for each in found], target)
+        if len(found) >= most and not ahead.stays:
+            source.prefetch(ahead.number)  # most likely it moves next
+        return found[:moved]
 
     def _end_move(self, state: State) -> None:
         self._moves.remove(state)
         self._ended += 1
         state.target, state.sent = None, False
+        if state.stays and not state.above:
+            self._above.pop(state, None)
+            self._below.pop(state, None)
         if state.gone:
             self._free(state)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
+import logging
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +16,8 @@ import numpy as np
 from ..errors import CheckpointWarning
 from ..states.layout import Array
 from .arena import pages
+
+logger = logging.getLogger(__name__)
 
 # No room on the disk, none in the user's share of it, the longest file there
 # may be (RLIMIT_FSIZE), no more memory.
@@ -38,6 +42,12 @@ def warn_full(tier: str, reason: str) -> None:
         CheckpointWarning,
         stacklevel=6,  # of the put, through the stores
     )
+
+
+@functools.cache  # once in a process: a tier that is measured opens several times
+def warn_of_memory(folder: str) -> None:
+    """Log that a folder lies in memory."""
+    logger.warning("folder %r lies in memory (tmpfs): checkpoints there take as much of it", folder)
 
 
 class Medium(Protocol):

@@ -21,8 +21,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
-import logging
 import math
 import os
 import sys
@@ -43,10 +41,8 @@ from .base import BaseStore, CheckpointLost, StoreStats, TransferRecord
 from .direct import DirectFile
 from .lanes import Lane
 from .lifetimes import Birth, Ending, Hold
-from .medium import Hook, Medium, moves, warn_full
+from .medium import Hook, Medium, moves, warn_full, warn_of_memory
 from .plain import PlainStream, Setup
-
-logger = logging.getLogger(__name__)
 
 _SMALL = 4  # states per extent from which on they are coalesced
 _EXTENT_BYTES = 2 << 20
@@ -322,6 +318,20 @@ class StreamedStore(BaseStore):
         """Free the medium's copy of `key`.  Unknown keys are ignored."""
         self._opened().drop(key)
 
+    def pass_on(self, keys: Sequence[int], to: StreamedStore) -> int:
+        """Move the first of some small states to another store, as far as they are in memory."""
+        source, target = self._stream, to._stream
+        assert isinstance(source, Stream) and isinstance(target, Stream)
+        move, numbers = source._library.ms_stream_pass, (ctypes.c_int64 * len(keys))(*keys)
+        done, passed = 0, 1
+        while passed and done < len(keys) and (target._view.buffer >= 0 or target._placed(False)):
+            at, left = ctypes.byref(numbers, 8 * done), len(keys) - done
+            passed = move(source._handle, target._handle, at, left)
+            done += passed
+        source._tell()
+        target._tell()
+        return done
+
     def _opened(self) -> Stream | PlainStream:
         self._hold.check()
         assert self._stream is not None
@@ -424,7 +434,7 @@ class Stream:
             assert isinstance(self._medium, DirectFile)
             options.fd = self._medium.fd
             if self._library.ms_io_in_memory(options.fd):
-                _warn_of_memory(self._medium.folder)
+                warn_of_memory(self._medium.folder)
         failed = self._library.ms_stream_open(ctypes.byref(options), ctypes.byref(self._handle))
         if failed:
             raise OSError(failed, f"threads cannot be started: {os.strerror(failed)}")
@@ -684,8 +694,3 @@ class Stream:
             self._tell()
             self._library.ms_stream_close(ctypes.byref(self._handle))
         self._medium.close()
-
-
-@functools.cache  # once in a process: a tier that is measured opens several times
-def _warn_of_memory(folder: str) -> None:
-    logger.warning("folder %r lies in memory (tmpfs): checkpoints there take as much of it", folder)

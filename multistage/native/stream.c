@@ -355,6 +355,24 @@ int64_t ms_stream_put(stream_t *s, int64_t key, int64_t id, const piece_t *piece
     return 1;
 }
 
+int64_t ms_stream_pass(stream_t *s, stream_t *to, const int64_t *keys, int64_t n)
+{
+    int64_t done = 0, place;
+    for (; done < n && to->view->buffer >= 0; done++) {
+        const extent_t *e = find(s, keys[done], &place);
+        if (!e || (e->buffer < 0 && e->read_state != DONE))
+            break;
+        const char *data = e->buffer >= 0
+                               ? s->o.arena + e->buffer * s->o.extent_bytes
+                               : s->o.arena + s->o.landing + e->landing * s->o.extent_bytes;
+        piece_t piece = {data + place * s->o.record_bytes, 0, s->o.record_bytes};
+        if (put_small(to, keys[done], &piece, 1) < 0)
+            break;
+        ms_stream_drop(s, keys[done]);
+    }
+    return done;
+}
+
 /* Say why a record is lost, and forget it. */
 static int64_t lose(stream_t *s, int64_t key, const extent_t *e)
 {

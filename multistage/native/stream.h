@@ -71,6 +71,9 @@ EXPORT int64_t ms_stream_put(stream_t *s, int64_t key, int64_t id, const piece_t
 /* Find a place for the next small record; answers as a put.  Put what was copied there. */
 EXPORT int64_t ms_stream_room(stream_t *s);
 EXPORT int64_t ms_stream_fill(stream_t *s, int64_t key);
+/* Put small records in another stream of such, the first ones that are in memory, as many as go in
+ * the extent that is filled there, and forget them here: how many. */
+EXPORT int64_t ms_stream_pass(stream_t *s, stream_t *to, const int64_t *keys, int64_t n);
 /* Whether the arrays of a record are the caller's: 1, STREAM_WAIT, STREAM_LOST. */
 EXPORT int64_t ms_stream_written(stream_t *s, int64_t key);
 /* Whether the write of a record has ended, or a put would not wait: 1 or 0. */

@@ -14,7 +14,7 @@ import pytest
 from multistage.backends import CascadeStore, FileStore, MemoryStore, open_store
 from multistage.backends.base import CheckpointLost
 from multistage.backends.medium import Medium, Ram
-from multistage.backends.streamed import StreamedStore
+from multistage.backends.streamed import StreamedStore, has_streams
 from multistage.backends.testing import FaultyStore, check_store
 from multistage.errors import ArgumentError, CheckpointWarning, StoreError
 from multistage.model.costs import Costs
@@ -23,6 +23,7 @@ from multistage.reversal import Reversal
 from multistage.states.layout import Array, Layout
 
 SIZE = 1024
+FOUR = 6 * 4 * 8 * SIZE  # bytes of buffers, with which four states share an extent
 LAYOUT = Layout.of(np.zeros(SIZE))
 EXTENT = 8 * SIZE  # without buffers, each state has an extent of its own
 
@@ -44,8 +45,8 @@ class Told:
         self._wrong, self._gate = wrong, gate
         self._lock = threading.Lock()
 
-    def store(self, capacity: int | None = None) -> StreamedStore:
-        return StreamedStore("told", self._open, capacity_bytes=capacity, buffer_bytes=0)
+    def store(self, capacity: int | None = None, buffer_bytes: int = 0) -> StreamedStore:
+        return StreamedStore("told", self._open, capacity_bytes=capacity, buffer_bytes=buffer_bytes)
 
     def _open(self) -> Medium:
         self._ram = Ram()
@@ -107,6 +108,26 @@ def test_the_oldest_lie_farthest_away() -> None:
     come_up = [value for name, value in lower.calls if name == "read"]
     assert come_up == sorted(come_up, reverse=True)
     assert sorted(come_up) == gone_down  # each is read from below once, whoever does
+    store.close()
+
+
+@pytest.mark.skipif(not has_streams(), reason="small states share no extents without the C core")
+def test_small_states_move_by_the_extent() -> None:
+    """Each took 50 us of the computing thread; now one of an extent does, and takes the others."""
+    below = Told()
+    upper = MemoryStore(32 * EXTENT, buffer_bytes=FOUR)
+    store = CascadeStore(upper, below.store(buffer_bytes=FOUR))
+    store.open(LAYOUT)
+    assert upper.per_extent(LAYOUT) == 4
+    fill(store, 100)
+    gone_down = [value for name, value in below.calls if name == "write"]
+    assert gone_down == list(range(0, 4 * len(gone_down), 4))  # one write an extent
+    for key in reversed(range(100)):
+        assert store.get(key)[0].tobytes() == state(key)[0].tobytes()
+        store.drop(key)
+    assert store._sunk >= 68
+    assert 2 * store._ended < store._sunk + store._risen
+    assert store.stats.stored_bytes == store.stats.lost == 0
     store.close()
 
 
@@ -193,7 +214,7 @@ def test_a_slow_lower_level_makes_the_store_refuse() -> None:
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("name", ["write", "read"])
 @pytest.mark.parametrize("level", ["upper", "lower"])
-@pytest.mark.parametrize("size", [SIZE, 3 * SIZE])
+@pytest.mark.parametrize("size", [SIZE // 4, SIZE, 3 * SIZE])
 def test_faults_lose_checkpoints_and_no_more(level: str, name: str, code: int, size: int) -> None:
     layout = Layout.of(np.zeros(size))
     for fault in range(24):
@@ -382,7 +403,8 @@ def test_contract_below_a_file_that_is_tiny(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_operations_in_random_order(seed: int) -> None:
+@pytest.mark.parametrize("buffers", [0, FOUR], ids=["large", "small"])
+def test_random_operations_in_random_order(seed: int, buffers: int) -> None:
     """Puts, prefetches, gets and drops at random, on media of random speed."""
     chance = np.random.default_rng(seed)
     pause, waits = threading.Event(), np.random.default_rng(seed + 100)
@@ -392,13 +414,16 @@ def test_random_operations_in_random_order(seed: int) -> None:
             pause.wait(waits.random() * 2e-3)
 
     upper_slots, lower_slots = int(chance.integers(1, 7)), int(chance.integers(0, 12))
+    if buffers:
+        upper_slots, lower_slots = 16 + upper_slots, 16 + lower_slots
     store = CascadeStore(
-        Told(dawdle).store(upper_slots * EXTENT), Told(dawdle).store(lower_slots * EXTENT)
+        Told(dawdle).store(upper_slots * EXTENT, buffers),
+        Told(dawdle).store(lower_slots * EXTENT, buffers),
     )
     store.open(LAYOUT)
     there: dict[int, int] = {}
     for version in range(600):
-        key = int(chance.integers(0, 25))
+        key = int(chance.integers(0, 50 if buffers else 25))
         do = chance.random()
         if do < 0.5 and key not in there:
             with warnings.catch_warnings():

@@ -88,8 +88,8 @@ backends/test_cascade.py
 + movable = reversed(self._above) if self._takes() else ()
 
 backends/test_cascade.py
-- self._above.move_to_end(state, last=False)
-+ self._above.move_to_end(state)
+- self._above.move_to_end(each, last=False)
++ self._above.move_to_end(each)
 
 backends/test_cancelled.py
 - ms_io_cancel(&e->write);
