@@ -234,7 +234,7 @@ def child(
         code = 1
         try:
             if last_call is not None:
-                durable_folder.os = Deadly(last_call)
+                vars(durable_folder)["os"] = Deadly(last_call)
             run(name, folder, writer, measured)
             code = 0
         except BaseException:

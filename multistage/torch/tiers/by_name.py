@@ -42,7 +42,7 @@ def open_tiers(
     Examples
     --------
     >>> open_tiers(["pinned:1GiB", "memory:"], torch.device("cpu")).name
-    'pinned+memory'
+    'pinned>memory'
     """
     found = list(tiers)
     if not found:
