@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import sys
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeAlias, cast
+from urllib.parse import unquote
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from .. import native
-from ..backends.files import FileStore
-from ..backends.memory import MemoryStore
-from ..backends.urls import TierName, open_store
+from ..backends.urls import TierName, TierUrl, open_store
 from ..errors import ArgumentError
 from ..support.units import format_bytes, format_seconds
 
@@ -27,7 +28,12 @@ _SECOND_NS = 1e-9
 _sites = itertools.count(1)  # or two equal loops of a program would share their runs
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
-shaped: Any = jax.ShapeDtypeStruct  # whose annotations are incomplete
+
+
+def shaped(shape: tuple[int, ...], dtype: object) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array; JAX's own class has no annotations."""
+    made: jax.ShapeDtypeStruct = cast(Any, jax.ShapeDtypeStruct)(shape, dtype)
+    return made
 
 
 @native.HEADER.structure("loop_options_t")
@@ -169,13 +175,16 @@ def opened(tier: TierName) -> tuple[str, int]:
             "JAX_PLATFORMS=cpu, or use jax.lax.scan with jax.checkpoint"
         )
     store = open_store(tier)
-    if not isinstance(store, FileStore) and type(store) is not MemoryStore:
+    if store.name not in ("file", "memory") or not isinstance(tier, str | os.PathLike):
         raise ArgumentError(
             f"tier {store.name!r} cannot be used inside a compiled program; give a folder, as in "
             "'file:///scratch', or 'memory:'"
         )
     store.check()
-    folder = str(store.folder.resolve()) if isinstance(store, FileStore) else ""
+    folder = ""
+    if store.name == "file":
+        name = unquote(TierUrl(tier).path) if isinstance(tier, str) else os.fsdecode(tier)
+        folder = str(Path(name).expanduser().resolve())
     return folder, -1 if store.capacity_bytes is None else store.capacity_bytes
 
 
@@ -251,21 +260,28 @@ class Site:
 def _saved(
     run: jax.Array, token: jax.Array, k: jax.Array, witness: jax.Array, *leaves: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Save the state before block k; return the next token and the witness."""
     call: Any = jax.ffi.ffi_call("multistage_save", shaped((), jnp.uint32))
     return call(run, token, k, *leaves), witness
 
 
-save: Any = custom_vmap(_saved)
+_save: Any = custom_vmap(_saved)
 
 
-@save.def_vmap  # type: ignore[untyped-decorator]
+@_save.def_vmap  # type: ignore[untyped-decorator]
 def _save_batch(size: int, batched: list[bool], *given: jax.Array) -> tuple[Any, Any]:
     many = [
         array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
         for array, is_batched in zip(given[3:], batched[3:], strict=True)
     ]
-    return save(*given[:3], *many), (False, True)
+    return _save(*given[:3], *many), (False, True)
+
+
+def save(
+    run: jax.Array, token: jax.Array, k: jax.Array, witness: jax.Array, leaves: Arrays
+) -> tuple[jax.Array, jax.Array]:
+    """Save the state before block k; return the next token and the witness."""
+    found: tuple[jax.Array, jax.Array] = _save(run, token, k, witness, *leaves)
+    return found
 
 
 def load(

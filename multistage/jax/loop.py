@@ -121,7 +121,7 @@ def scan(
 
     For use inside `jax.jit`: outside of it, each call is compiled anew.  Its gradient is that of
     `jax.lax.scan`, whatever is kept where: to the last bit wherever XLA compiles a step alike in
-    both programs.  (It may not: `tanh` of 64 bits was seen to differ in the last one.)
+    both programs, which it usually does; else the last bit may differ, as for `jax.checkpoint`.
 
     Parameters
     ----------
@@ -504,7 +504,7 @@ def _forward(
 
     def go(b: jax.Array, made: Any) -> Any:
         token, witness, carry, ys = made
-        token, witness = save(run, token, b, witness, *carry)
+        token, witness = save(run, token, b, witness, carry)
         stop = _stop(b, every, n)
         return token, witness, *loop.block((consts, xs), b * every, stop, (carry, ys))
 
