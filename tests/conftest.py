@@ -6,7 +6,7 @@ import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from doctest import UnexpectedException
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -108,6 +108,22 @@ def imported_is_frozen() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collections_run_no_python(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keep JAX, once a test of this process has imported it, out of collections of others' tests.
+
+    It has Python called at each collection, and an exception raised there, such as the
+    KeyboardInterrupt of a test that interrupts a run anywhere, is printed and lost.
+    """
+    kept = gc.callbacks[:]
+    if TESTS / "jax" not in request.path.parents:
+        gc.callbacks[:] = [
+            call for call in kept if not getattr(call, "__module__", "").startswith("jax")
+        ]
+    yield
+    gc.callbacks[:] = kept + [call for call in gc.callbacks if call not in kept]
 
 
 @pytest.fixture(autouse=True)
