@@ -36,7 +36,7 @@ from typing import Any, Generic, TypeVar
 from ..actions import Action, Offer, Schedule
 from ..backends.base import Store, require_distinct
 from ..backends.lifetimes import Birth
-from ..errors import MultistageError, ScheduleError, StateError, StoreError
+from ..errors import ArgumentError, MultistageError, ScheduleError, StateError, StoreError
 from ..model.chain import Chain
 from ..planners.base import played
 from ..schedule.rules import Rules, each_judged
@@ -50,6 +50,7 @@ from ..support.interrupts import Shield
 from .late import Late
 from .ledger import Counts, Ledger
 from .metered import LargerThanPlanned
+from .pushed import Pushed
 from .sweep import Sweep, Wait
 from .transfers import Transfers
 
@@ -186,6 +187,7 @@ class Executor(Generic[State, Adjoint]):
         self._clock = clock
         self._progress = progress
         self._sweep: Sweep | None = None
+        self._pushed: Pushed[State, Adjoint] | None = None  # while the caller runs the steps
         self._transfers: Transfers | None = None
         self._slots: Slots[State, Any] | None = None
         self._layout: StateLayout[State, Any, Any] | None = None
@@ -231,6 +233,93 @@ class Executor(Generic[State, Adjoint]):
         ScheduleError
             If the schedule cannot be followed.
         """
+        sweep = self._begin(schedule, state, resumed, judged=judged, late=late)
+        last: State = self._guarded(partial(self._looked_at, sweep), forward=True)
+        return last
+
+    def begin(
+        self, schedule: Schedule | Iterable[Action], state: State, *, judged: bool = True
+    ) -> None:
+        """Begin a forward sweep whose steps the caller runs, who pushes each state.
+
+        Parameters
+        ----------
+        schedule, state, judged
+            As for `forward`.  Transfers that are late are waited for.
+
+        Raises
+        ------
+        ArgumentError
+            If the chain is in place, or makes tapes.
+        StateError, StoreError, ScheduleError
+            As `forward` does.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from multistage.model.chain import FunctionChain
+        >>> from multistage.planners.single.revolve import revolve_schedule
+        >>> chain = FunctionChain(lambda x, i: x * x, lambda x, a, i: 2 * x * a)
+        >>> executor, x = Executor(chain, ()), np.array(2.0)
+        >>> executor.begin(revolve_schedule(1, 3), x)
+        >>> for i in range(3):
+        ...     x = x * x
+        ...     ended = executor.push(x)
+        >>> ended, float(executor.reverse(np.array(1.0)))
+        (True, 1024.0)
+        """
+        if self._chain.in_place or not self._chain.state_is_tape:
+            raise ArgumentError(
+                "states are pushed to functional chains whose states are their tapes; run the "
+                "steps of others by forward()"
+            )
+        sweep = self._begin(schedule, state, None, judged=judged, late=None)
+        self._pushed = pushed = Pushed(self._chain, state)
+        sweep.schedule = pushed.paused(sweep.schedule)
+        sweep.take(pushed)
+        self._guarded(sweep.forward, forward=False)
+
+    def push(self, state: State) -> bool:
+        """Go on with a sweep that was begun, from the next state; whether it was the last.
+
+        Parameters
+        ----------
+        state : State
+            That after the steps so far, of which the caller has run one more than at the last
+            call; he does not write to its arrays.
+
+        Raises
+        ------
+        MultistageError
+            If no sweep was begun, or its last state has been pushed.
+        """
+        sweep, pushed = self._ready("push()"), self._pushed
+        if pushed is None:
+            raise MultistageError("push() needs a begin() before it, and no forward()")
+        pushed.take(state)
+        self.counts.elapsed_s += self._clock() - sweep.last  # the caller's step
+        ended: bool = self._guarded(partial(self._gone_on, sweep, pushed), forward=False)
+        if ended:
+            self._pushed = None
+            sweep.take(self._chain)
+        return ended
+
+    def _gone_on(self, sweep: Sweep, pushed: Pushed[State, Adjoint]) -> bool:
+        """Perform actions up to the caller's next step; whether there is none."""
+        assert self._layout is not None
+        self._layout.arrays(pushed.state, pushed.at)
+        return sweep.forward()
+
+    def _begin(
+        self,
+        schedule: Schedule | Iterable[Action],
+        state: State,
+        resumed: Resumed | None,
+        *,
+        judged: bool,
+        late: Late | None,
+    ) -> Sweep:
+        """Begin a sweep: keep state 0, take the stores, judge the schedule if asked to."""
         self.abort()
         self._birth = Birth.here()
         sweep, transfers = self._begun(schedule, state)
@@ -254,8 +343,8 @@ class Executor(Generic[State, Adjoint]):
         except BaseException:
             self.abort()
             raise
-        last: State = self._guarded(partial(self._looked_at, sweep), forward=True)
-        return last
+        sweep.begin_window()
+        return sweep
 
     def _looked_at(self, sweep: Sweep) -> object:
         """Run the forward sweep; return the last state, which is of the layout of the first."""
@@ -411,7 +500,7 @@ class Executor(Generic[State, Adjoint]):
 
     def abort(self) -> None:
         """Forget the sweep in progress: close its schedule, give all slots back."""
-        sweep, self._sweep = self._sweep, None
+        sweep, self._sweep, self._pushed = self._sweep, None, None
         transfers, self._transfers = self._transfers, None
         if sweep is None:
             if self._slots is not None:  # Ctrl-C came when they held state 0, but no sweep them

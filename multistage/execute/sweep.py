@@ -40,13 +40,13 @@ from ..model.chain import Chain
 from ..states.sharing import WEIGHED, apart_from, own_bytes
 from ..states.slots import Kept, Slots, guarded, no_adjoint
 from .ledger import Counts, Ledger
+from .pushed import Pause
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 ArrayT = TypeVar("ArrayT")
 
 Wait: TypeAlias = Put | Evict | Await  # what a sweep may wait for transfers in
-
 _WAITS = frozenset([Put, Evict, Await])
 # Compute spans are recorded at most this often: a record takes 4 microseconds.
 _WINDOW_S = 1e-3
@@ -223,12 +223,12 @@ class Sweep:
         self.chain: Chain[Any, Any] = chain
         self._reverse_by: Callable[[object, Any, int], Any] = guarded(self.slots, chain.reverse)
 
-    def forward(self) -> None:
-        """Perform actions up to `EndForward`.  Raises ScheduleError if they cannot be."""
-        # What a functional step returns is looked at once here, then where it is kept.
-        self._checks = True
+    def forward(self) -> bool:
+        """Perform actions up to `EndForward`, or to a `Pause`; whether it was the former."""
+        self._checks = True  # of what functional steps return the first, then what is kept
         if not self._perform(pulls=False):
             raise ScheduleError("the schedule ended without EndForward")
+        return not self.is_forward
 
     def take_live(self) -> object:
         """Return the live state, which the sweep holds no more."""
@@ -241,6 +241,7 @@ class Sweep:
         `adjoint` is that of the last state or, after `reverse_until(step)`, of the one before it.
         """
         self._close_pulled()
+        self.begin_window()
         self._checks = self.in_place
         self.adjoint, self._wanted = adjoint, adjoint is not None
         del adjoint
@@ -272,6 +273,7 @@ class Sweep:
         elif step >= self._left:
             self._start_over(restart)
         self._close_pulled()
+        self.begin_window()
         self._checks = self.in_place
         self.begun = -1  # should an action fail, the next request starts over
         self._until = step
@@ -304,6 +306,7 @@ class Sweep:
         self.at, self.end, self.used = 0, 0, 0.0
         self.counts.forward_s = 0.0  # `late` compares it with that of the plan so far
         self.is_forward = True
+        self.begin_window()
         self.forward()
         self.take_live()
         self.begun = None
@@ -358,7 +361,6 @@ class Sweep:
 
         False if they end before that.  Raises ScheduleError if they cannot be performed.
         """
-        self.begin_window()
         try:
             return self._loop(pulls)
         finally:
@@ -505,6 +507,8 @@ class Sweep:
             return None if self._pulled(action) else self.schedule
         elif kind is EndForward:
             self._end_forward(action)
+            return None
+        elif kind is Pause:
             return None
         elif kind is Save:
             raise self._cannot(action)

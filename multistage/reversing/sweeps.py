@@ -158,7 +158,37 @@ class Sweeps(Generic[State, Adjoint]):
             self.steps, self.executor, self._drawn = steps, None, None
         return True
 
-    def _forward(self, state: State, until: Callable[[State, int], bool] | None) -> State:
+    def begin(self, state: State, until: Callable[[State, int], bool] | None = None) -> None:
+        """Begin a forward sweep whose steps the caller runs, who pushes each state.
+
+        Costs are given, and nothing is durable; for the rest see `forward` and `Executor.begin`.
+        """
+        assert self.steps.costs is not None and self._durable is None
+        self._opened.require_own()
+        self._forward(state, until, pushes=True)
+
+    def push(self, state: State) -> None:
+        """Go on with a sweep that was begun, from the next state."""
+        executor = self.executor
+        assert executor is not None
+        self._opened.require_own()
+        try:
+            if executor.push(state):
+                self._turn(state)
+        except BaseException as error:
+            try:
+                self._note_stop(error, "in the forward sweep", None)
+            finally:
+                self.end(keep=True)
+            raise
+
+    def _forward(
+        self,
+        state: State,
+        until: Callable[[State, int], bool] | None,
+        *,
+        pushes: bool = False,
+    ) -> State:
         self._ready = False
         where = "before its first step, while costs were measured and planned"
         steps, online = self.steps, until is not None
@@ -178,20 +208,27 @@ class Sweeps(Generic[State, Adjoint]):
                 self.given.watched.begin()
             where = "in the forward sweep"
             judged = steps.judges(online=online)
+            if pushes:
+                executor.begin(schedule, state, judged=judged)
+                return state
             late = steps.asked(online=online)
             last = executor.forward(schedule, state, steps.resumed, judged=judged, late=late)
-            self._draw(steps.plan)  # which the first steps may have shown
-            if self._durable is not None:
-                self._durable.ended(last, self.length)
+            self._turn(last)
         except BaseException as error:
             try:
                 self._note_stop(error, where, before)
             finally:
                 self.end(keep=True)
             raise
+        return last
+
+    def _turn(self, last: State) -> None:
+        """Stand ready for the reverse sweep."""
+        self._draw(self.steps.plan)  # which the first steps may have shown
+        if self._durable is not None:
+            self._durable.ended(last, self.length)
         self._ready, self._ended = True, ""
         self.bars.turn(self.length)
-        return last
 
     def reverse(self, adjoint: Adjoint) -> Adjoint:
         """Run the reverse sweep; return the adjoint of state 0."""
