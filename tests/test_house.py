@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 58_238,
-    "classes": 443,
-    "functions": 3463,
+    "package_lines": 58_307,
+    "classes": 444,
+    "functions": 3468,
     "files_under_60": 4,
-    "import_lines": 3255,
+    "import_lines": 3262,
     "twins": 0,
-    "test_lines": 50_363,
+    "test_lines": 50_409,
 }
 
 

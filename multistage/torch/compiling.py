@@ -32,6 +32,7 @@ from .planning.running import run
 from .sequential import refuse_wrapped, tiered_by
 from .tiers.tiered import Tiered
 from .tracing.captured import GraphStages
+from .tracing.functions import saving_as_functions_do
 
 _FILE = "<multistage>"  # no file of ours, which Dynamo is told to leave alone
 _numbers = itertools.count()  # of functions for Dynamo, which counts graphs by their code
@@ -306,6 +307,7 @@ class _Graph:
     """A captured graph as TorchDynamo calls it."""
 
     def __init__(self, graph: fx.GraphModule, settings: Settings, used: Used) -> None:
+        saving_as_functions_do(graph)
         self._graph, self._settings, self._used = graph, settings, used
         self._static = [
             "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})

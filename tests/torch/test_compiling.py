@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -132,6 +133,32 @@ class Cubed(torch.autograd.Function):
         return 3 * gradient * x * x
 
 
+class Odd(torch.autograd.Function):
+    """Writes to an argument, saves what is neither argument nor result, and keeps a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+        inner = torch.tanh(y)
+        x.add_(inner, alpha=factor)
+        ctx.mark_dirty(x)
+        where = inner > 0
+        ctx.mark_non_differentiable(where)
+        ctx.save_for_backward(inner, y)
+        ctx.factor, ctx.where = factor, where
+        return x, inner * y, where
+
+    @staticmethod
+    def backward(ctx: Any, of_x: Tensor, of_product: Tensor, _: Tensor) -> tuple[Any, ...]:
+        inner, y = ctx.saved_tensors
+        of_inner = ctx.factor * of_x + of_product * y * ctx.where
+        return of_x, of_inner * (1 - inner * inner) + of_product * inner, None
+
+
+def odd(block: Any, y: Tensor) -> Tensor:
+    x, product, where = Odd.apply(torch.sin(y), y.cos(), block.scale)  # type: ignore[no-untyped-call]
+    return torch.where(where, x, product)
+
+
 def counting(block: Any, y: Tensor) -> Tensor:
     block.count += 1
     return y * (1 + 1 / block.count)
@@ -197,7 +224,7 @@ def assert_equal(ones: list[Any], others: list[Any]) -> None:
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     **{
         extra.__name__: lambda extra=extra: (Net(extra), batch())  # type: ignore[misc]
-        for extra in (counting, dropping, written, squared, vectorised, remembered)
+        for extra in (counting, dropping, written, squared, odd, vectorised, remembered)
     },
     "autocast": lambda: (InAutocast(), batch()),
     "only autocast": lambda: (OnlyAutocast(), batch()),
@@ -226,6 +253,25 @@ class Within(Meter):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_autograd_functions_hold_nothing_after_backward() -> None:
+    model, x = Net(squared, 4), batch(256, WIDTH)
+    compiled = mst.compile(model, memory=0.7)
+    step(compiled, x)
+    gc.collect()
+    gc.disable()
+    try:
+        with Within(torch.device("cpu")) as meter:
+            meter.ignore([x, *model.parameters(), *model.buffers()])
+            meter.ignore([p.grad for p in model.parameters() if p.grad is not None])
+            compiled(x).square().mean().backward()
+            with torch.no_grad():
+                compiled(x)
+        assert meter.live_bytes() < x.nbytes
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
