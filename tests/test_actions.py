@@ -145,3 +145,10 @@ def test_streaming_is_legal_whatever_the_answers(
         survive=lambda _: rnd.random() < surviving,
     )
     assert used.forward_steps >= n
+
+
+def test_a_state_read_though_its_write_was_lost_is_not_read_again() -> None:
+    """A store may read what it has not written yet, and then fail to write it."""
+    costs = Costs(1.0, 2.0, tiers=(Tier(write_s=20.0, read_s=20.0),))
+    sweep = Sweep(4, 20.0, 61, 3, 0, Reservation(costs))
+    check(sweep.schedule(62), 62, 4, survive=lambda token: token not in (2, 4))

@@ -532,7 +532,7 @@ def reverse_sweep(memory: SweepMemory, forward: Forward) -> Schedule:
             while writing and writing[0][1] <= anchor:
                 yield from memory.settle()  # done: the read came behind them
         yield Load(anchor)
-        if was_read and (part := _again(memory, end - anchor)):
+        if was_read and (part := _again(memory, anchor, end)):
             end = yield from _upper_part(memory, anchor, anchor + part, end)
             continue
         beside = end - anchor - 1  # states that need slots of their own, if none is to run twice
@@ -556,12 +556,12 @@ def reverse_sweep(memory: SweepMemory, forward: Forward) -> Schedule:
     yield from memory.clear_all()
 
 
-def _again(memory: SweepMemory, length: int) -> int:
+def _again(memory: SweepMemory, anchor: int, end: int) -> int:
     """Return after how many steps the anchor, just read, leaves its slot; 0 to keep it."""
     reservation = memory.sweep.reservation
-    if reservation is None or memory.pending or memory.held:
+    if reservation is None or memory.pending or memory.held or anchor in memory.unwritten:
         return 0
-    return reservation.again(length, memory.reclaimable())
+    return reservation.again(end - anchor, memory.reclaimable())
 
 
 def _upper_part(
