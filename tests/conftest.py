@@ -110,7 +110,7 @@ def imported_is_frozen() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def collections_run_no_python(request: pytest.FixtureRequest) -> Iterator[None]:
     """Keep JAX, once a test of this process has imported it, out of collections of others' tests.
 

@@ -1,11 +1,14 @@
-"""Ctrl-C put off, and raised after."""
+"""Ctrl-C put off, and raised after; in tests too, whatever those before them have imported."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from signals import ctrl_c_works as ctrl_c_works
@@ -108,3 +111,46 @@ def test_an_error_in_the_block_is_the_context() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         raise ValueError("in the block")
     assert isinstance(caught.value.__context__, ValueError)
+
+
+JAX = """
+import gc
+
+def collected(phase, info):
+    seen.append(phase)
+
+seen = []
+gc.callbacks.append(collected)
+"""
+IN_A_MODULE = """
+import gc
+
+def test_one_that_imports_jax():
+    import jax
+    gc.collect()
+    assert jax.seen == ["start", "stop"]
+
+def test_the_next():
+    import jax
+    gc.collect()
+    assert len(jax.seen) == 2
+"""
+
+
+def test_jax_imported_within_a_module_runs_nothing_in_collections_of_the_tests_after(
+    tmp_path: Path,
+) -> None:
+    """A KeyboardInterrupt raised there would be printed and lost."""
+    (tmp_path / "jax.py").write_text(JAX)
+    (tmp_path / "test_in_a_module.py").write_text(IN_A_MODULE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider"]
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [*command, "-p", "no:randomly", "--rootdir", str(tmp_path), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout
