@@ -195,6 +195,8 @@ def test_demo_trains_and_compares(capsys, tmp_path: Path) -> None:
         (["plan", "--load=plan.json", "--memory=1"], "leave --memory out"),
         (["demo", "lstm", "--n-steps=0"], "steps=0"),
         (["demo", "lstm", "--sweeps=0"], "sweeps=0"),
+        (["demo", "lstm", "--width=0"], "width=0 must be at least 1"),
+        (["demo", "lstm", "--batch=0"], "batch=0 must be at least 1"),
         (["demo", "lstm", "--seed=-1"], "seed=-1 must not be negative"),
         (["demo", "lstm", "--rate=nan"], "rate=nan must be a finite number"),
         (["demo", "lstm", "--n-steps=10", "--tiers=ftp://x"], "'ftp://x' is not known"),

@@ -5,15 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from multistage import Costs, Tier
-from multistage.demos.lstm import LSTM, State, build, encode, gradients_of, standard_library
+from multistage.demos.lstm import LSTM, State, build, gradients_of, standard_library
 from multistage.errors import ArgumentError
 from multistage.states.layout import Array
-
-STEPS = 40
-SLOTS = 6
-# Writes take two steps and a half, so that streaming recomputes too.
-COSTS = Costs(1e-4, 2e-4, tiers=(Tier("file", 2.5e-4, 2.5e-4),), state_bytes=384)
 
 
 def store_all(model: LSTM, steps: int) -> dict[str, Array]:
@@ -59,19 +53,6 @@ def test_gradient_is_that_of_finite_differences(batch: int) -> None:
         assert slope == pytest.approx((above - below) / (2 * small), rel=1e-6), name
 
 
-def test_streams_are_columns_that_predict_the_next_row() -> None:
-    streams, vocabulary = encode(b"abcabd", 2)
-    assert (streams.dtype, vocabulary) == (np.uint8, 4)
-    assert streams.tolist() == [[0, 0], [1, 1], [2, 3]]
-
-
 def test_more_text_than_there_is_is_refused() -> None:
     with pytest.raises(ArgumentError, match="use fewer steps or a smaller batch"):
         standard_library(10**12)
-
-
-@pytest.mark.parametrize("wrong", ["n_steps", "width", "batch"])
-def test_sizes_below_one_are_refused(wrong: str) -> None:
-    sizes = {"n_steps": 4, "width": 4, "batch": 1, wrong: 0}
-    with pytest.raises(ArgumentError, match=f"{wrong}=0 must be at least 1"):
-        build(**sizes, dtype=np.float64)

@@ -23,7 +23,6 @@ from multistage.durable.folder import Folder
 from multistage.durable.headers import (
     PRELUDE,
     TABLE_LIMIT,
-    VERSION,
     BadFile,
     Kind,
     RunFacts,
@@ -107,13 +106,6 @@ def test_every_bit_of_a_header_counts(make: Callable[[], bytes]) -> None:
     for length in range(len(data)):
         with pytest.raises(BadFile):
             read(data[:length])
-
-
-def test_another_format_version_is_recognised() -> None:
-    data = bytearray(run())
-    data[8] = VERSION + 1
-    with pytest.raises(BadFile, match=f"version {VERSION + 1}, this package writes {VERSION}"):
-        read(bytes(data))
 
 
 def forged(kind: int, table: bytes, payload: bytes, sizes: tuple[int, int] | None) -> bytes:

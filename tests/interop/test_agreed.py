@@ -17,7 +17,6 @@ from mpi_wave import Wave, store_all, whole
 from multistage.backends import MemoryStore
 from multistage.backends.base import CheckpointLost, StoreStats
 from multistage.backends.testing import FaultyStore
-from multistage.errors import BudgetError, MultistageError
 from multistage.execute.executor import Executor
 from multistage.interop.ranks import AgreedStore, Ranks
 from multistage.model.chain import FunctionChain
@@ -348,27 +347,6 @@ def test_faults_on_any_rank_leave_gradient_and_actions(
 
 
 # ----------------------------------------------------------------------- errors
-
-
-def test_an_error_on_one_rank_is_raised_on_all() -> None:
-    def work(comm: Comm) -> None:
-        ranks = Ranks(comm)
-
-        def check() -> int:
-            if comm.rank:
-                raise BudgetError(f"too little at {comm.rank}")
-            return 1
-
-        try:
-            ranks.gather(check)
-        except MultistageError as error:
-            assert ranks.shared is error
-            assert (type(error.__cause__) is BudgetError) == bool(comm.rank)
-            raise
-
-    for error in run_ranks(3, work):
-        assert type(error) is BudgetError
-        assert str(error) == "rank 1 (and 1 more): too little at 1"
 
 
 def test_a_rank_alone_gives_up_no_write() -> None:

@@ -559,11 +559,3 @@ def test_slowest_takes_each_figure_from_the_rank_it_is_worst_on() -> None:
         tier = Tier(tiers[rank].name, 2.0, 9.0, 0.2, 0.4, capacity_states=7, queue_depth=3)
         bytes_ = 10 if rank == 0 else 30
         assert one == Costs(3.0, 5.0, 2.0, state_bytes=bytes_, tiers=(tier,), action_s=2e-6)
-
-
-def test_slowest_agrees_on_the_size_of_a_tape() -> None:
-    costs = [
-        Costs(1.0, 1.0, 1.0, state_bytes=10, tape_bytes=20),
-        Costs(1.0, 1.0, 1.0, state_bytes=10, tape_bytes=25),
-    ]
-    assert {slowest(costs, rank).tape_slots for rank in range(2)} == {2.5}

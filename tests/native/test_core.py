@@ -5,7 +5,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -133,11 +132,3 @@ def test_a_sweep_and_a_chain_are_the_same_without_the_core(tmp_path):
     on = run_code("required", "with", tmp_path)
     assert on.returncode == 0, on.stderr
     assert on.stdout == off.stdout
-
-
-def test_no_warning_is_issued_where_the_core_exists():
-    if native.LIBRARY is None:
-        pytest.skip("the C core was not built")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert native.available()

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multistage import native
-from multistage.actions import Free, Reverse, Save
 from multistage.planners.single.binomial import (
     beta,
     forward_and_reverse,
@@ -76,10 +75,3 @@ def test_the_kernel_equals_its_twin(start: int, n: int, slots: int, keep: bool) 
     assert [number for batch in batches for number in batch] == [
         number for code in twin for number in code
     ]
-
-
-def test_a_held_start_stays() -> None:
-    actions = list(reverse_actions(7, 10, 0, keep_first=True))
-    assert Free(7) not in actions
-    assert Save(7) not in actions
-    assert [a.step for a in actions if isinstance(a, Reverse)] == [9, 8, 7]

@@ -49,12 +49,6 @@ def test_states_that_fit_nowhere_are_recomputed() -> None:
     assert lower_bound(few, 9, 100) == 300.0 + 89 - 10
 
 
-def test_slow_reads_raise_the_bound() -> None:
-    fast = Costs(1.0, 1.0, tiers=(Tier(write_s=1.0, read_s=1.0),))
-    slow = Costs(1.0, 1.0, tiers=(Tier(write_s=1.0, read_s=5.0),))
-    assert lower_bound(slow, 5, 200) > lower_bound(fast, 5, 200)
-
-
 @pytest.mark.skipif(compiler() is None, reason="no C compiler")
 @settings(max_examples=150, deadline=None)
 @given(

@@ -93,6 +93,8 @@ def test_put_waits_for_room_and_a_full_tier_is_an_error() -> None:
         simulate(puts, 2, full, slots=2)
     with pytest.raises(ArgumentError, match="names tier 0"):
         simulate(puts, 2, Costs(1.0, 2.0), slots=2)
+    with pytest.raises(ArgumentError, match="names tier -1, but there are 1"):
+        simulate([Put(0, -1)], 1, COSTS)
 
 
 @pytest.mark.parametrize("action", [Drop(0), Get(0), Get(0, 3), Evict(0), Await(0)], ids=str)
@@ -130,11 +132,6 @@ def test_an_action_with_other_than_ints_is_named_where_steps_are_alike() -> None
         check([Advance(0, "1")], 3)
     with pytest.raises(ScheduleError, match=r"^action 0: Put\(0, 0.5\) but tier=0.5 is no int"):
         simulate([Put(0, 0.5)], 1, COSTS)
-
-
-def test_a_negative_tier_is_no_tier() -> None:
-    with pytest.raises(ArgumentError, match="names tier -1, but there are 1"):
-        simulate([Put(0, -1)], 1, COSTS)
 
 
 def test_jitter_is_seeded_and_has_mean_one() -> None:

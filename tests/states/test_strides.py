@@ -120,14 +120,6 @@ def test_a_column_of_a_matrix_takes_twice_its_bytes_at_most(columns: int) -> Non
     assert duplicate(column).strides == (16,)
 
 
-def test_a_structured_field_stays_unaligned() -> None:
-    field = np.zeros(30, "i1,f8")["f1"]
-    assert not field.flags.aligned
-    for again in tripped(field):
-        assert again.strides == (9,)
-        assert not again.flags.aligned
-
-
 def test_empty_and_plain_arrays_need_no_strides() -> None:
     for array in (
         np.zeros((0, 3)),

@@ -53,18 +53,6 @@ def test_two_runs_that_overlap(before: float) -> None:
     assert seen == [5e-4, before]
 
 
-def test_a_use_is_counted_once(before: float) -> None:
-    one, other = object(), object()
-    switching.shorten(one)
-    switching.shorten(one)
-    switching.shorten(other)
-    switching.restore(one)
-    switching.restore(one)
-    assert sys.getswitchinterval() == 5e-4
-    switching.restore(other)
-    assert sys.getswitchinterval() == before
-
-
 def test_a_value_set_meanwhile_holds(before: float) -> None:
     user = object()
     switching.shorten(user)

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import pytest
-
 from multistage.support.waiting import Latch, Monitor
 
 _FILES = ("waiting.py", "threading.py")
@@ -80,12 +78,6 @@ def test_what_is_found_is_returned_and_taken_under_the_lock() -> None:
     assert sorted(found) == [5, 6, 7]
 
 
-def test_a_wait_that_times_out_returns_what_was_found_last() -> None:
-    monitor, answers = Monitor(), iter([0, 0])
-    assert monitor.wait_for(lambda: next(answers), timeout_s=0.0) == 0
-    assert next(answers, None) is None
-
-
 def struck_everywhere(trial: Callable[[int], bool]) -> None:
     """Try with Ctrl-C at each instruction, until it would come after the end."""
     at = 1
@@ -134,19 +126,6 @@ def test_an_interrupted_notification_can_be_repeated() -> None:
         return hit
 
     struck_everywhere(trial)
-
-
-@pytest.mark.parametrize("earlier", [False, True])
-def test_a_latch_lets_every_waiter_go(earlier: bool) -> None:
-    latch = Latch()
-    if earlier:
-        latch.set()
-    threads = [in_a_thread(latch.wait) for _ in range(3)]
-    latch.set()
-    latch.set()
-    for thread in threads:
-        thread.join()
-    latch.wait()
 
 
 def test_an_interrupted_latch_is_set_and_waited_for_again() -> None:
