@@ -128,28 +128,11 @@ CHAINS: dict[str, tuple[Callable[[], Chain[Any, int]], Callable[[], Any]]] = {
 def store_all(name: str, n: int, adjoint: int = 1) -> tuple[bytes, int]:
     """Return the last state's bytes and the adjoint, every state kept: the answer."""
     make, start = CHAINS[name]
-    chain, state = make(), start()
-    tapes = []
-    for i in range(n):
-        if chain.state_is_tape:
-            tapes.append(optree.tree_map(np.copy, state))
-            state = chain.advance(state, i, i + 1)
-        else:
-            state, tape = chain.tape(state, i)
-            tapes.append(optree.tree_map(np.copy, tape))
-    last = raw(state)
-    for i in reversed(range(n)):
-        adjoint = chain.reverse(tapes[i], adjoint, i)
-    return last, adjoint
+    return kept(make(), start(), adjoint, n)
 
 
-def raw(state: Any) -> bytes:
-    """Return the bytes of a state."""
-    return b"".join(array.tobytes() for array in optree.tree_leaves(state))
-
-
-def with_copies(chain: Any, state: Any, adjoint: Any, n: int) -> Any:
-    """Return the adjoint with every state or tape kept as a deep copy."""
+def kept(chain: Any, state: Any, adjoint: Any, n: int) -> tuple[bytes, Any]:
+    """Return the last state's bytes and the adjoint, deep copies kept of each state or tape."""
     tapes = []
     state = copy.deepcopy(state)
     for i in range(n):
@@ -159,6 +142,12 @@ def with_copies(chain: Any, state: Any, adjoint: Any, n: int) -> Any:
         else:
             state, tape = chain.tape(state, i)
             tapes.append(copy.deepcopy(tape))
+    last = raw(state)
     for i in reversed(range(n)):
         adjoint = chain.reverse(tapes[i], adjoint, i)
-    return adjoint
+    return last, adjoint
+
+
+def raw(state: Any) -> bytes:
+    """Return the bytes of a state."""
+    return b"".join(array.tobytes() for array in optree.tree_leaves(state))

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from multistage.actions import (
     Action,
     Advance,
+    Answer,
     Await,
     Drop,
     EndForward,
@@ -115,3 +116,15 @@ def driven(schedule: Schedule) -> list[Action]:
         else:
             send(True if isinstance(action, Await) else None)
     return actions
+
+
+def logged(schedule: Schedule, log: list[tuple[Action, Answer]]) -> Schedule:
+    """Yield the actions of a schedule; note each with its answer."""
+    answer: Answer = None
+    while True:
+        try:
+            action = schedule.send(answer)
+        except StopIteration:
+            return
+        answer = yield action
+        log.append((action, answer))

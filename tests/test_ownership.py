@@ -1,6 +1,6 @@
 """Who owns what: states, tapes and adjoints stay as they were, or the run says what is wrong.
 
-The oracle, `chains.with_copies`, keeps deep copies of every state and tape.
+The oracle, `chains.kept`, keeps deep copies of every state and tape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import optree
 import pytest
 from chains import digest as crc
-from chains import with_copies
+from chains import kept
 from fuzzing.contents import Leaf, lent
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,7 +44,7 @@ def told(tree: Any, adjoint: Any, step: int) -> Any:
 
 
 def oracle(chain: Any, state: Any, adjoint: Any, n: int = N) -> Any:
-    return with_copies(chain, state, adjoint, n)
+    return kept(chain, state, adjoint, n)[1]
 
 
 def reversed_by(chain: Any, state: Any, adjoint: Any, n: int = N, slots: int = 3) -> Any:

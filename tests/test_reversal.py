@@ -15,7 +15,6 @@ from chains import TAPED as TAPED_CHAINS
 from multistage.backends import FileStore, MemoryStore, Store
 from multistage.errors import ArgumentError, BudgetError, StateError
 from multistage.measurement.seen import drifted
-from multistage.model.budget import Budget
 from multistage.model.chain import FunctionChain, InPlaceChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
@@ -259,27 +258,6 @@ def test_a_budget_below_one_state() -> None:
         pytest.raises(BudgetError, match=r"I/O buffers"),
     ):
         run.forward(np.zeros(10))
-
-
-def test_until_and_n_steps_exclude_each_other() -> None:
-    with sines() as run, pytest.raises(ArgumentError, match="not both"):
-        run.forward(np.zeros(4), lambda x, i: True)
-    with sines(None) as run, pytest.raises(ArgumentError, match="not neither"):
-        run.forward(np.zeros(4))
-
-
-@pytest.mark.parametrize(
-    ("budget", "slots"),
-    [("7 slots", 7), ("1 slot", 1), (96, 3), ("96", 3), ("1 KiB", 32), (Budget(slots=4), 4)],
-)
-def test_budgets(budget: Any, slots: int) -> None:
-    costs = Costs(1.0, 2.0, state_bytes=32)
-    with sines(200, memory=budget, costs=costs) as run:
-        state = np.zeros((4, 2))  # 64 bytes: the least a record takes
-        per_state = 1 if not isinstance(budget, int | str) or "slot" in str(budget) else 2
-        run.forward(state)
-        run.reverse(state)
-        assert run.plan.slots == max(1, slots // per_state)
 
 
 def test_the_default_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import optree
-from chains import digest, raw
+from chains import digest, kept
 
 from multistage.model.chain import Chain, FunctionChain, InPlaceChain
 from multistage.model.stages import Stage, StageCosts
@@ -122,17 +122,4 @@ class Case:
 
     def store_all(self) -> tuple[bytes, int]:
         """Return the last state's bytes and the adjoint, every state kept: the answer."""
-        state, tapes = self.start(), []
-        for i in range(self.n):
-            if self.kind in ("functional", "in-place"):
-                tapes.append(optree.tree_map(np.copy, state))
-                state = self.step(state, i)
-            elif self.kind == "in-place-tape":
-                tapes.append(optree.tree_map(np.copy, self._tape_in_place(state, i)))
-            else:
-                state, tape = self._taped(state, i)
-                tapes.append(optree.tree_map(np.copy, tape))
-        last, adjoint = raw(state), 1
-        for i in reversed(range(self.n)):
-            adjoint = digest(tapes[i], adjoint, i)
-        return last, adjoint
+        return kept(self.chain(), self.start(), 1, self.n)

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chains import kept
 
-from multistage import Costs, Reversal, Tier
+from multistage import Costs, FunctionChain, Reversal, Tier
 
 FAST = Costs(1.0, 1.0, tiers=(Tier("durable", 1.0, 1.0),))  # every state is worth a write
 
@@ -38,13 +39,8 @@ def simple(
 
 def plain(n: int) -> Any:
     """Return the gradient of `simple`, every state kept."""
-    states = [np.ones(3)]
-    for i in range(n):
-        states.append(states[-1] * 1.01 + i)
-    adjoint = np.ones(3)
-    for i in reversed(range(n)):
-        adjoint = adjoint * states[i] + i
-    return adjoint
+    chain = FunctionChain(lambda x, i: x * 1.01 + i, lambda x, a, i: a * x + i)
+    return kept(chain, np.ones(3), np.ones(3), n)[1]
 
 
 def gradient(folder: Path, n: int = 20, back: int = -1, **options: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chains import CHAINS, TAPED, raw, store_all
-from replays import actions_of
+from replays import actions_of, logged
 
 from multistage.actions import (
     Action,
@@ -255,25 +255,14 @@ def test_a_lost_state_is_not_made_from_a_later_one(chain: str) -> None:
 @pytest.mark.parametrize("planner", ["store-all", "revolve", "interval", "periodic", "recursive"])
 def test_the_order_is_the_simulators(planner: str, tier: bool) -> None:
     plan = planned(planner, tier=tier)
-    performed: list[Action] = []
-    simulated: list[Action] = []
-
-    def recorded(into: list[Action]) -> Schedule:
-        schedule, reply = plan.schedule(), None
-        while True:
-            try:
-                action = schedule.send(reply)
-            except StopIteration:
-                return
-            into.append(action)
-            reply = yield action
-
-    simulate(recorded(simulated), N, plan.costs, plan.slots)
+    performed: list[Any] = []
+    simulated: list[Any] = []
+    simulate(logged(plan.schedule(), simulated), N, plan.costs, plan.slots)
     with opened(MemoryStore()) as store:
         executor = Executor(CHAINS["nested"][0](), (store,))
-        assert raw(executor.forward(recorded(performed), CHAINS["nested"][1]()))
+        assert raw(executor.forward(logged(plan.schedule(), performed), CHAINS["nested"][1]()))
         executor.reverse(1)
-    assert performed == simulated
+    assert [action for action, _ in performed] == [action for action, _ in simulated]
     assert len(performed) > N
     assert executor.counts.forward_steps == plan.forward_steps
 

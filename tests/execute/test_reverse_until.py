@@ -12,8 +12,9 @@ import numpy as np
 import optree
 import pytest
 from chains import CHAINS, TAPED, raw, store_all
+from replays import logged
 
-from multistage.actions import Action, Advance, Answer, EndForward, Reverse, Save, Schedule
+from multistage.actions import Action, Advance, EndForward, Reverse, Save
 from multistage.backends import MemoryStore, Store
 from multistage.backends.testing import FaultyStore
 from multistage.errors import CheckpointWarning, MultistageError, ScheduleError
@@ -56,23 +57,12 @@ def swept(chain: str, plan: Plan, **faults: Any) -> Iterator[Executor[Any, Any]]
         store.close()
 
 
-def logged(schedule: Schedule, log: list[Action]) -> Schedule:
-    answer: Answer = None
-    while True:
-        try:
-            action = schedule.send(answer)
-        except StopIteration:
-            return
-        log.append(action)
-        answer = yield action
-
-
-def pushed(executor: Executor[Any, Any], plan: Plan, chain: str, log: list[Action]) -> Any:
+def pushed(executor: Executor[Any, Any], plan: Plan, chain: str, log: list[Any]) -> Any:
     executor.forward(logged(plan.schedule(), log), CHAINS[chain][1]())
     return executor.reverse(1)
 
 
-def pulled(executor: Executor[Any, Any], plan: Plan, chain: str, log: list[Action]) -> Any:
+def pulled(executor: Executor[Any, Any], plan: Plan, chain: str, log: list[Any]) -> Any:
     executor.forward(logged(plan.schedule(), log), CHAINS[chain][1]())
     operators, adjoint = CHAINS[chain][0](), 1
     for i in reversed(range(N)):
@@ -84,8 +74,8 @@ def pulled(executor: Executor[Any, Any], plan: Plan, chain: str, log: list[Actio
 @pytest.mark.parametrize("planner", ["streaming", "revolve", "periodic", "store-all"])
 def test_pull_and_push_do_the_same(planner: str, chain: str) -> None:
     plan = planned(planner, chain)
-    one: list[Action] = []
-    other: list[Action] = []
+    one: list[Any] = []
+    other: list[Any] = []
     with swept(chain, plan) as executor:
         for _ in range(2):
             one.clear(), other.clear()

@@ -13,6 +13,7 @@ from fake_mpi import MPI, Comm, World, run_ranks, succeed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpi_wave import Wave, store_all, whole
+from replays import logged
 
 from multistage.backends import MemoryStore
 from multistage.backends.base import CheckpointLost, StoreStats
@@ -286,17 +287,6 @@ N = 40
 COSTS = Costs(1.0, 2.0, state_bytes=10, tiers=(Tier("memory", 2.5, 2.5),))
 
 
-def recorded(schedule: Any, log: list[Any]) -> Any:
-    answer = None
-    try:
-        while True:
-            action = schedule.send(answer)
-            answer = yield action
-            log.append((action, answer))
-    except StopIteration:
-        return
-
-
 @pytest.mark.long
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
@@ -333,7 +323,7 @@ def test_faults_on_any_rank_leave_gradient_and_actions(
                     schedule = online_schedule(COSTS, slots, lambda i: i == N)
                 else:
                     schedule = PLANNERS[planner](COSTS, slots, N).schedule()
-                executor.forward(recorded(schedule, log), wave.start)
+                executor.forward(logged(schedule, log), wave.start)
                 adjoint = executor.reverse(wave.seed)
                 log.append(executor.counts.recovered_steps)
         finally:

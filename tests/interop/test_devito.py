@@ -22,7 +22,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parent.parent.parent
 
-IMPORTS = """
+SETUP = """
 import sys
 import numpy as np
 from multistage import Costs, Tier
@@ -30,14 +30,11 @@ from multistage.interop import pyrevolve as ours
 from multistage.interop.pyrevolve import operators, revolvers
 
 tier, dtype = sys.argv[1], np.dtype(sys.argv[2]).type
-options = {}
-if INSTALL:
-    ours.install(**OPTIONS)
+ours.install(OPTIONS)
 from devito import CheckpointOperator, DevitoCheckpoint, Function, Revolver, TimeFunction, smooth
 from examples.seismic import Receiver
 from examples.seismic.acoustic import acoustic_setup
-"""
-SETUP = """
+
 wave = acoustic_setup(
     shape=(50, 60), spacing=(10.0, 10.0), nbl=10, tn=300.0, space_order=4, dtype=dtype
 )
@@ -69,13 +66,10 @@ def written_out(wanted=DevitoCheckpoint):
 """
 
 
-def run(code: str, *args: str, install: str | None = "") -> str:
-    """Run code after SETUP; `install` are the options of `install()`, None is imports alone."""
-    setup = IMPORTS.replace("INSTALL", str(install is not None))
-    setup = setup.replace("OPTIONS", f"dict({install or ''})")
-    setup += SETUP if install is not None else ""
+def run(code: str, *args: str, install: str = "") -> str:
+    """Run code after SETUP; `install` are the options of `install()`."""
     done = subprocess.run(
-        [sys.executable, "-c", setup + code, *args],
+        [sys.executable, "-c", SETUP.replace("OPTIONS", install) + code, *args],
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -180,21 +174,4 @@ for kind in (DevitoCheckpoint, Own):
 """,
         f"file://{tmp_path}",
         "float64",
-    )
-
-
-def test_install_after_devito_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("pyrevolve")
-    run(
-        """
-try:
-    ours.install()
-except ours.ArgumentError as error:
-    assert "install()" in str(error)
-else:
-    raise AssertionError("install() came too late and said nothing")
-""",
-        f"file://{tmp_path}",
-        "float32",
-        install=None,
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chains import kept
 
 from multistage.backends import CascadeStore, CompressedStore, MemoryStore
 from multistage.backends.medium import Ram
@@ -87,12 +88,7 @@ def test_a_slow_tier_is_compressed_to() -> None:
     assert store.choice == "blosc"
     assert "slow+auto: compressed by blosc2 (LZ4, nothing is lost), ratio " in report
     assert "slow+auto: compress=auto: " in report
-    states = [smooth()]
-    for _ in range(n - 1):
-        states.append(np.sin(states[-1]))
-    expected = np.ones(SIZE)
-    for x in reversed(states):
-        expected = np.cos(x) * expected
+    expected = kept(chain(), smooth(), np.ones(SIZE), n)[1]
     assert adjoint.tobytes() == expected.tobytes()
 
 
@@ -119,11 +115,6 @@ def test_the_report_of_a_lossy_run_says_so() -> None:
         data = run.report().to_dict()
     assert "compressed by zfp with tolerance 0.001" in text
     assert "the adjoint is not exact" in data["tiers"][0]["notes"][0]
-    states = [np.linspace(0, 1, SIZE)]
-    for _ in range(n - 1):
-        states.append(np.sin(states[-1]))
-    expected = np.ones(SIZE)
-    for x in reversed(states):
-        expected = np.cos(x) * expected
+    expected = kept(chain(), np.linspace(0, 1, SIZE), np.ones(SIZE), n)[1]
     assert found.tobytes() != expected.tobytes()
     np.testing.assert_allclose(found, expected, atol=0.05)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chains import kept
 
 from multistage.actions import Schedule
 from multistage.model.chain import FunctionChain, InPlaceChain
@@ -148,12 +149,8 @@ class Counting:
 
 
 def store_all() -> bytes:
-    states, adjoint = [np.linspace(0.1, 1, 50)], np.ones(50)
-    for _ in range(STEPS - 1):
-        states.append(np.sin(states[-1]))
-    for state in reversed(states):
-        adjoint = adjoint * np.cos(state)
-    return adjoint.tobytes()
+    chain = FunctionChain(lambda x, i: np.sin(x), lambda x, a, i: a * np.cos(x))
+    return kept(chain, np.linspace(0.1, 1, 50), np.ones(50), STEPS)[1].tobytes()
 
 
 @pytest.mark.parametrize("kind", ["functional", "taped", "in place", "in place, taped"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chains import raw
+from chains import kept, raw
 from unequal_chains import KINDS, Case
 
 from multistage import Budget, Costs, FunctionChain, InPlaceChain, Reversal, StageCosts
@@ -291,19 +291,12 @@ def test_sizes_that_change_between_sweeps_are_measured_again(in_place: bool) -> 
     n = 15
     chain = InPlaceChain(forward, adjoint_step) if in_place else FunctionChain(step, adjoint_step)
     with Reversal(chain, n_steps=n, memory=Budget(slots=4)) as run:
-        for scale in (1, 1, 30, 30, 2):  # noqa: B007
-            states = [start()]
-            for i in range(n):
-                states.append(step(states[-1], i))
-            wanted = 0.0
-            for i in reversed(range(n)):
-                wanted = adjoint_step(states[i], wanted, i)
-            last = run.forward(start())
-            assert raw(last) == raw(states[-1])
-            assert run.reverse(0.0) == wanted
+        for scale in (1, 1, 30, 30, 2):
+            plain = FunctionChain(step, adjoint_step)
+            assert (raw(run.forward(start())), run.reverse(0.0)) == kept(plain, start(), 0.0, n)
             assert isinstance(run.costs, StageCosts)
             sizes = [stage.output_bytes for stage in run.costs.stages]
-            assert sizes == [state["u"].nbytes for state in states[1:]]
+            assert sizes == [8 * scale * (3 + i * 7 % 11) for i in range(n)]
 
 
 @pytest.mark.parametrize("grown", range(1, 9))
@@ -319,17 +312,14 @@ def test_an_in_place_state_0_is_restored_wherever_a_state_has_grown(grown: int) 
     def adjoint_step(state: Any, adjoint: float, i: int) -> float:
         return adjoint * 0.5 + float(state["u"].sum())
 
-    with Reversal(InPlaceChain(forward, adjoint_step), n_steps=n, memory="1 slots") as run:
+    def start() -> Any:
+        return {"u": np.linspace(0, 1, 5)}
+
+    chain = InPlaceChain(forward, adjoint_step)
+    with Reversal(chain, n_steps=n, memory="1 slots") as run:
         for grows in (False, False, True):  # noqa: B007
-            states = [{"u": np.linspace(0, 1, 5)}]
-            for i in range(n):
-                states.append({"u": states[-1]["u"].copy()})
-                forward(states[-1], i, i + 1)
-            wanted = 0.0
-            for i in reversed(range(n)):
-                wanted = adjoint_step(states[i], wanted, i)
-            assert raw(run.forward({"u": np.linspace(0, 1, 5)})) == raw(states[-1])
-            assert run.reverse(0.0) == wanted
+            wanted = kept(chain, start(), 0.0, n)
+            assert (raw(run.forward(start())), run.reverse(0.0)) == wanted
 
 
 @pytest.mark.parametrize("budget", ["1 slots", "2 slots", "50 slots"])
@@ -392,13 +382,8 @@ def test_a_state_that_shows_its_size_in_the_reverse_sweep_only_is_measured_next(
     def step(u: Any, i: int) -> Any:
         return np.full(9 if i + 1 == 29 else 3, u.sum() / 9 + i)
 
-    states = [np.ones(3)]
-    for i in range(n):
-        states.append(step(states[-1], i))
-    wanted = 0.0
-    for state in reversed(states[:-1]):
-        wanted = wanted * 0.5 + float(state.sum())
     chain = FunctionChain(step, lambda u, a, i: a * 0.5 + float(u.sum()))
+    wanted = kept(chain, np.ones(3), 0.0, n)[1]
     with Reversal(chain, n_steps=n, memory="3 slots") as run:
         run.forward(np.ones(3))
         with pytest.raises(StateError, match="again, which measures"):

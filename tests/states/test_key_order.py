@@ -6,7 +6,6 @@ values under the keys of others, show in the gradient.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chains import digest
+from chains import digest, kept
 
 from multistage.durable.records import OrderedLayout
 from multistage.errors import StateError
@@ -120,14 +119,7 @@ def chain_of(in_place: bool) -> Any:
 
 
 def expected(state: Any, n: int = N) -> Any:
-    states = []
-    for i in range(n):
-        states.append(copy.deepcopy(state))
-        exchanged(state, i)
-    adjoint = np.asarray(1)
-    for i in reversed(range(n)):
-        adjoint = told(states[i], adjoint, i)
-    return adjoint
+    return kept(chain_of(True), state, np.asarray(1), n)[1]
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -310,10 +302,7 @@ def test_tapes_and_adjoints_keep_the_order_of_an_ordered_dict(slots: int, in_pla
             tape(x, i)
 
     start, first = np.linspace(0, 1, 4), turned(0, a=np.ones(1), b=np.ones(2))
-    x, expected = start.copy(), first
-    tapes = [tape(x, i) for i in range(N)]
-    for i in reversed(range(N)):
-        expected = reverse(tapes[i], expected, i)
+    expected = kept(InPlaceChain(advance, reverse, tape), start, first, N)[1]
     chain: Any = FunctionChain(lambda x, i: np.cos(x + i), reverse, functional)
     if in_place:
         chain = InPlaceChain(advance, reverse, tape)
