@@ -82,6 +82,7 @@ PARTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.long(but=("3-*", "*-the array"))
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("slots", [1, 3, 20])
 def test_an_adjoint_that_keeps_its_state_is_refused_in_place(slots: int, part: str) -> None:

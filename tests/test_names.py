@@ -126,6 +126,7 @@ def test_programs_and_modules_that_ci_does_not_run(tmp_path: Path) -> None:
     assert resolved([tmp_path / "programs", *(ROOT / "tests" / name for name in SELDOM_RUN)]) == ""
 
 
+@pytest.mark.long
 def test_old_names_are_found(tmp_path: Path) -> None:
     old = [
         "ms.Reversal(print, print, 3, tier='memory:')",

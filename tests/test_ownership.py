@@ -314,7 +314,7 @@ def _operated() -> Any:
     }
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([EXACT, OPERATIONS]).flatmap(
         lambda some: st.lists(

@@ -282,6 +282,7 @@ def unequal_run(case: Case, store: Store, memory: str, *, fast: bool = False) ->
     return Reversal(case.chain(), costs=costs, memory=memory, tiers=store, checked=True)
 
 
+@pytest.mark.long(but=("functional", "in-place-tape"))
 @by_table
 @pytest.mark.parametrize("kind", KINDS)
 def test_unequal_steps_go_on_from_anywhere(kind: str) -> None:

@@ -145,6 +145,7 @@ def killed_once(item: tuple[int, str, str], budget: Any, tier: str) -> Any:
     return model.misfit(), model.gradient(adjoint)
 
 
+@pytest.mark.long(but="0")
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 @pytest.mark.parametrize("allowed", [3, 0])
 def test_a_worker_killed_in_mid_shot_costs_time_alone(

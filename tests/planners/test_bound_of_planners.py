@@ -57,7 +57,7 @@ def makespans(costs: Costs, slots: int, n: int) -> dict[str, float]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(costs=any_costs(), slots=st.integers(1, 12), n=st.integers(1, 40))
 def test_no_planner_is_faster_than_the_bound(costs: Costs, slots: int, n: int) -> None:
     bound_s = lower_bound(costs, slots, n)

@@ -29,6 +29,7 @@ def test_the_corpus_is_whole():
     assert sum(seconds is None for kind in recorded.values() for seconds in kind) < 80
 
 
+@pytest.mark.long(but="0")
 @pytest.mark.parametrize("first", range(4))
 def test_plans_of_steps_are_as_fast_as_recorded(first):
     assert worse(makespan_of_steps, range(first, STEPS, 4), "steps") == {}

@@ -123,6 +123,7 @@ def _large(seed: int, n: int, in_place: bool) -> tuple[Any, StageCosts, Any]:
     return chain, StageCosts(tuple(stages), sizes[0]), lambda: {"u": np.ones(counts[0])}
 
 
+@pytest.mark.long(but=("*-given", "*-measured", "True-streamed"))
 @pytest.mark.parametrize("what", ["given", "measured", "streamed"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_no_more_memory_than_budget_and_largest_step(
@@ -442,7 +443,7 @@ TIERS: dict[str, Callable[[Path], Store]] = {
 }
 
 
-@pytest.mark.long(but="file-*")
+@pytest.mark.long(but=("file-functional", "file-in-place-tape"))
 @pytest.mark.parametrize("kind", KINDS[:-1])
 @pytest.mark.parametrize("name", TIERS)
 def test_states_of_unequal_size_travel(name: str, kind: str, tmp_path: Path) -> None:

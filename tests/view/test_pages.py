@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from markup import checked
 
 from multistage import Costs, Reversal, Stage, StageCosts, Tier, plan, plan_chain, simulate
 from multistage.cli import main
@@ -20,50 +20,6 @@ from multistage.schedule.timeline import Timeline
 from multistage.view import page, svg
 
 HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=y>\x00\x1b\ud800 http://evil.example/"
-
-
-class Checker(HTMLParser):
-    """Keeps the tree's balance, and what could fetch or run something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.faults: list[str] = []
-        self.words: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        if tag != "meta":
-            self.open.append(tag)
-        for name, value in attrs:
-            if name.startswith("on") or name in ("src", "href", "xlink:href", "action", "data"):
-                self.faults.append(f"{tag} {name}={value}")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if not self.open or self.open.pop() != tag:
-            self.faults.append(f"</{tag}> closes nothing")
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-
-
-def checked(text: str) -> Checker:
-    """Return what a page holds; it must parse, fetch nothing and run nothing."""
-    checker = Checker()
-    checker.feed(text)
-    checker.close()
-    assert checker.open == [] and checker.faults == []
-    assert not checker.tags & {"script", "link", "img", "iframe", "object", "embed", "base"}
-    styles = "".join(re.findall(r"<style>(.*?)</style>", text, re.S))
-    assert "url(" not in styles and "@import" not in styles
-    assert "\x00" not in text and "\x1b" not in text
-    text.encode()  # no lone surrogate
-    return checker
 
 
 def costs(name: str = "SSD") -> Costs:
