@@ -26,9 +26,8 @@ from .adopting import InFront, YieldingProperty, adopt, yielding
 from .environment.scope import Scope
 from .measurement.checking import Check, Checked, checked_choice
 from .measurement.exploring import fresh_copy, untouched
-from .planning.limited import Limited, LimitedModule, whole
-from .planning.preparing import planned_for, replanned
-from .planning.running import run
+from .planning.calls import ChainCall
+from .planning.limited import Limited, LimitedModule
 from .sequential import refuse_wrapped, tiered_by
 from .tiers.tiered import Tiered
 from .tracing.captured import GraphStages
@@ -297,9 +296,7 @@ class Chain(LimitedModule):
         assert stages is not None
         state = stages.bind(arguments)
         refuse_wrapped(state)
-        found = whole(self)
-        planned = replanned(self, planned_for(self, state, found), state)
-        output: Any = run(self, planned, state, found)
+        output: Any = ChainCall(self, state).result()
         return stages.result(arguments, output)
 
 

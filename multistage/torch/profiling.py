@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from ..model.stages import StageCosts
-from .planning.running import measured
+from .measurement.measure import measure_stages
+from .planning.limited import names_of, stages_of
 from .sequential import Sequential
 
 
@@ -48,5 +49,5 @@ def profile(
     [('0 Linear', 128), ('1 Tanh', 128)]
     """
     chain = model if isinstance(model, Sequential) else Sequential(model)
-    (found,) = measured(chain, sample_input, seconds=seconds)
+    found = measure_stages(stages_of(chain), names_of(chain), sample_input, seconds=seconds)
     return found.costs

@@ -17,19 +17,9 @@ from ..planners.chain.joint_core import require_core
 from .adopting import YieldingProperty, adopt, yielding
 from .environment.states import tensors_in
 from .measurement.checking import Check, Checked, checked_choice
-from .planning.limited import (
-    Call,
-    Limited,
-    LimitedModule,
-    facts_of,
-    names_of,
-    of_functions,
-    run_plain,
-    stages_of,
-    whole,
-)
-from .planning.preparing import planned_for, prepared, replanned
-from .planning.running import run
+from .measurement.exploring import Call
+from .planning.calls import ChainCall
+from .planning.limited import Limited, LimitedModule, names_of, run_plain, stages_of
 from .tiers.tiered import Tiered
 
 
@@ -143,7 +133,7 @@ class Sequential(LimitedModule):
         # All that is ours under one name, so that a model may use every other.
         self._multistage = Limited(calls, memory, planner, segments, replan, costs, check, tiered)
         if sample_input is not None:
-            prepared(self, sample_input)
+            ChainCall(self, sample_input).prepared()
 
     def _register(self, model: nn.Sequential | Sequence[Call]) -> list[str | Call]:
         """Register what has parameters; return the names of children, and plain callables."""
@@ -238,7 +228,7 @@ class Sequential(LimitedModule):
         work every rank must call it, and all take the plan of rank 0.  Chains of
         sharded parameters (FSDP2) do so at their first call too.
         """
-        return prepared(self, _state_of(sample_input, named))
+        return ChainCall(self, _state_of(sample_input, named)).prepared()
 
     @yielding
     def close(self) -> None:
@@ -257,14 +247,12 @@ class Sequential(LimitedModule):
         wanting = torch.is_grad_enabled() and (
             any(t.requires_grad for t in tensors_in(state))
             or any(p.requires_grad for p in self.parameters())
-            or any(t.requires_grad for t in of_functions(self).tensors)
+            or any(t.requires_grad for t in self._multistage.of_functions().tensors)
         )
         if not wanting:
             return run_plain(self, state)
         refuse_wrapped(state)
-        found = whole(self)
-        planned = planned_for(self, state, found, together=facts_of(self, found).collective)
-        return run(self, replanned(self, planned, state), state, found)
+        return ChainCall(self, state).result()
 
     def extra_repr(self) -> str:
         """Return the limit and the planner."""

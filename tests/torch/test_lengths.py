@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import multistage.torch as mst
-from multistage.torch.planning import preparing
+from multistage.model.stages import Stage
+from multistage.torch.planning import calls, profiles
 from multistage.torch.tensors.meter import Meter
 
 WIDTH = 32
@@ -50,15 +51,15 @@ class Pads(Dense):
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the lengths that were measured so far."""
+    """Return the lengths that were measured so far, but for those that were estimated too low."""
     lengths: list[int] = []
-    plain = preparing.measure_stages
+    plain = calls.ChainCall._made
 
-    def measure(stages: Any, names: Any, sample: Tensor, **options: Any) -> Any:
-        lengths.append(sample.shape[1])
-        return plain(stages, names, sample, **options)
+    def made(call: calls.ChainCall, together: bool) -> Any:
+        lengths.append(cast(Tensor, call._state).shape[1])
+        return plain(call, together)
 
-    monkeypatch.setattr(preparing, "measure_stages", measure)
+    monkeypatch.setattr(calls.ChainCall, "_made", made)
     return lengths
 
 
@@ -116,7 +117,16 @@ def test_lengths_between_stay_within_the_limit(measured: list[int]) -> None:
 def test_the_kinds_used_last_are_remembered(
     measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparing, "_KINDS", 8)
+    monkeypatch.setattr(calls, "_KINDS", 8)
     lengths = list(range(20, 40))
     _train(Dense, 0.8, [*lengths, *lengths, *reversed(lengths)])
     assert len(measured) <= 10  # those that others are estimated from are in use
+
+
+def test_an_estimate_of_a_stage_that_takes_no_time_has_no_overhead_either() -> None:
+    one, other = (
+        Stage("s", forward_s=s, backward_s=s, output_bytes=4, tape_bytes=4, overhead_s=2e-6)
+        for s in (2e-6, 1e-6)
+    )
+    found = profiles._stage(one, other, 2.0)
+    assert found.forward_s == found.overhead_s == 0.0

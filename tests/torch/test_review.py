@@ -105,7 +105,7 @@ def test_losses_in_attributes_keep_no_earlier_run_alive(
 
     stages = [Auxiliary() for _ in range(4)]
     chain, x = sequential([*stages], 4)
-    monkeypatch.setattr("multistage.torch.planning.running.Run", Noted)
+    monkeypatch.setattr("multistage.torch.planning.calls.Run", Noted)
     for _ in range(4):
         y = chain(x)
         if with_backward:

@@ -20,9 +20,8 @@ from ...planners.chain.heterogeneous import plan_chain
 from ...support.units import format_bytes
 from ..chains.hooking import hooks_s
 from ..measurement.measure import Profile
-from ..tensors.meter import free_bytes
 from ..tiers.tiered import Tiered
-from .limited import Limited, LimitedModule, is_plain
+from .limited import Limited, is_plain
 
 # A plan with a tier must be faster than one without by this factor: clocks are not exact,
 # and what is chosen for less is noise.
@@ -31,20 +30,14 @@ PAYS = 0.98
 Choice: TypeAlias = tuple[Profile, Plan]
 
 
-def chosen(
-    sequential: LimitedModule,
-    profiles: Sequence[Profile],
-    memory: int | str | float | None,
-    together: bool,
-) -> Choice:
-    """Return the fastest plan within a limit, with the profile it is for.
+def chosen(chain: Limited, profiles: Sequence[Profile], together: bool = False) -> Choice:
+    """Return the fastest plan within the limit of a chain, with the profile it is for.
 
     Parameters
     ----------
-    sequential : LimitedModule
+    chain : Limited
     profiles : sequence of Profile
         All ways to count what passes several cuts.
-    memory : int, str, float or None
     together : bool
         Whether ranks must choose alike.
 
@@ -55,21 +48,28 @@ def chosen(
     """
     # Stages that fail under saved-tensor hooks have tapes of torch's own.
     unhooked = any(trait.unhooked for trait in profiles[0].traits)
-    tiered = None if unhooked else sequential._multistage.tiered
+    tiered = None if unhooked else chain.tiered
+    limit = _in_bytes(profiles[0], chain.limit)  # a fraction is of what the first counts
+
+    def without(costs: StageCosts) -> Plan:
+        plan = plan_chain(costs, limit, chain.planner, segments=chain.segments)
+        # A plain one runs without the executor.
+        return replace(plan, makespan_s=plan.plain_s) if is_plain(plan) else plan
+
     try:
-        profile, plan = plain = _best_without(sequential, profiles, memory)
+        profile, plan = plain = _best(profiles, without)
     except BudgetError as alone:
         if tiered is None:
             raise
         try:
-            return _best_with_tier(sequential, tiered, profiles, memory, together)
+            return _best_with_tier(chain.device, tiered, profiles, limit, together)
         except BudgetError as error:  # the smaller of the two limits is the one that works
             raise min(alone, error, key=_least_of) from None
     if tiered is None or plan.keeps_all:
         return plain
     offloading = None
     try:
-        best = _best_with_tier(sequential, tiered, [profile], plan.memory_bytes, together)
+        best = _best_with_tier(chain.device, tiered, [profile], limit, together)
     except BudgetError:
         pass
     else:
@@ -83,15 +83,14 @@ def chosen(
 
 
 def _best_with_tier(
-    sequential: LimitedModule,
+    device: torch.device,
     tiered: Tiered,
     profiles: Sequence[Profile],
-    memory: int | str | float | None,
+    limit: int | None,
     together: bool,
 ) -> Choice:
     """Return the fastest plan with a tier.  Raises BudgetError."""
-    limit = within = _in_bytes(profiles[0], memory)
-    device, buffers = sequential._multistage.device, 0
+    within, buffers = limit, 0
     try:
         rates = tiered.measured(device, limit)
         if together:
@@ -119,21 +118,6 @@ def _best_with_tier(
     except BaseException:
         tiered.leave()  # opened to be measured: no thread and no file is left
         raise
-
-
-def _best_without(
-    sequential: LimitedModule, profiles: Sequence[Profile], memory: int | str | float | None
-) -> Choice:
-    """Return the fastest plan without a tier.  Raises BudgetError."""
-    chain = sequential._multistage
-    limit = _in_bytes(profiles[0], memory)  # a fraction is of what the first counts
-
-    def planned(costs: StageCosts) -> Plan:
-        plan = plan_chain(costs, limit, chain.planner, segments=chain.segments)
-        # A plain one runs without the executor.
-        return replace(plan, makespan_s=plan.plain_s) if is_plain(plan) else plan
-
-    return _best(profiles, planned)
 
 
 def _best(profiles: Sequence[Profile], planned: Callable[[StageCosts], Plan]) -> Choice:
@@ -211,13 +195,6 @@ def _in_bytes(profile: Profile, memory: int | str | float | None) -> int | None:
         return plan_chain(held_by_caller(profile.costs), None, "store-all").plain_bytes
 
     return memory_bytes(memory, plain_bytes)
-
-
-def limit_of(chain: Limited) -> int | str | float | None:
-    """Return the memory limit: the one given, else that of the device."""
-    if chain.memory is not None or chain.planner == "store-all":
-        return chain.memory
-    return free_bytes(chain.device)
 
 
 def held_by_caller(costs: StageCosts) -> StageCosts:

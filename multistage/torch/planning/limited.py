@@ -1,4 +1,4 @@
-"""What a chain within a memory limit is besides a module; kinds of input, and plans for each."""
+"""What a chain within a memory limit is besides a module, and what is known of its inputs."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from ...model.stages import StageCosts
 from ...planners import Plan
 from ...planners.chain.heterogeneous import ChainPlanner
-from ..environment.randomness import device_types
 from ..environment.scope import Found, Scope
-from ..environment.settings import Settings
-from ..environment.states import tensors_in
 from ..measurement.checking import Check, Checked
-from ..measurement.exploring import Call as Call
+from ..measurement.exploring import Call
 from ..measurement.joining import Running
-from ..measurement.measure import Profile, sharded
+from ..measurement.measure import Profile
 from ..measurement.traits import Sizes
 from ..measurement.watching import Seen, Watch
+from ..tensors.meter import free_bytes
 from ..tiers.tiered import Tiered
 from ..tracing.captured import GraphStages
 
@@ -92,7 +88,7 @@ class Facts:
     modes: int
     wanting: Sequence[Tensor]
     parameters: Sequence[Tensor]
-    collective: bool
+    collective: bool  # ranks run stages together (FSDP2, SyncBatchNorm) and follow one plan
 
 
 @dataclass(slots=True)
@@ -118,23 +114,40 @@ class Limited:
     # By kind of input; the latest first.
     known: OrderedDict[Kind, Planned] = field(default_factory=OrderedDict)
 
+    @property
+    def limit(self) -> int | str | float | None:
+        """The memory limit: the one given, else that of the device."""
+        if self.memory is not None or self.planner == "store-all":
+            return self.memory
+        return free_bytes(self.device)
+
     def refers_to(self) -> list[Call]:
         """Return the stages that are no modules; see `Scope`."""
         return [c for c in self.calls if not isinstance(c, (str, nn.Module))]
 
+    def of_functions(self) -> Found:
+        """Return what stages that are no modules refer to."""
+        if self.functions is None:
+            self.functions = Scope(self.refers_to())
+        return self.functions.look()
+
+    def use(self, planned: Planned) -> None:
+        """Make a plan and its check those of the chain."""
+        self.plan, self.checked = planned.plan, planned.checked
+
+    def replaced(self, planned: Planned, anew: Planned) -> Planned:
+        """Put another plan in the place of one that is known; return it, in use."""
+        for kind, each in self.known.items():
+            if each is planned:
+                self.known[kind] = anew
+        self.use(anew)
+        return anew
+
     def __getstate__(self) -> tuple[None, dict[str, object]]:
         # Profiles point at modules and at devices: a copy profiles again.
         state = {f.name: getattr(self, f.name) for f in fields(self)}
-        empty: dict[str, object] = {
-            "known": OrderedDict(),
-            "plan": None,
-            "checked": None,
-            "functions": None,
-            "whole": None,
-            "facts": None,
-            "watch": Watch(),
-        }
-        return None, {**state, **empty}  # as of a class with slots
+        empty = dict.fromkeys(("plan", "checked", "functions", "whole", "facts"))
+        return None, {**state, **empty, "known": OrderedDict(), "watch": Watch()}
 
 
 class LimitedModule(nn.Module):
@@ -146,15 +159,15 @@ class LimitedModule(nn.Module):
     _multistage: Limited
 
 
-def stages_of(sequential: LimitedModule) -> list[Call]:
+def stages_of(module: LimitedModule) -> list[Call]:
     """Return the stages of a chain."""
-    chain, modules = sequential._multistage, sequential._modules
+    chain, modules = module._multistage, module._modules
     return [modules[c] if isinstance(c, str) else c for c in chain.calls]  # type: ignore[misc]
 
 
-def names_of(sequential: LimitedModule) -> list[str]:
+def names_of(module: LimitedModule) -> list[str]:
     """Return a name for each stage of a chain."""
-    chain, modules = sequential._multistage, sequential._modules
+    chain, modules = module._multistage, module._modules
     if chain.graph is not None:
         return [stage.name for stage in chain.graph]
     return [
@@ -165,92 +178,11 @@ def names_of(sequential: LimitedModule) -> list[str]:
     ]
 
 
-def use(chain: Limited, planned: Planned) -> None:
-    """Make a plan and its check those of the chain."""
-    chain.plan, chain.checked = planned.plan, planned.checked
-
-
-def replaced(chain: Limited, planned: Planned, anew: Planned) -> Planned:
-    """Put another plan in the place of one that is known; return it, in use."""
-    for kind, each in chain.known.items():
-        if each is planned:
-            chain.known[kind] = anew
-    use(chain, anew)
-    return anew
-
-
-def run_plain(sequential: LimitedModule, state: object) -> object:
+def run_plain(module: LimitedModule, state: object) -> object:
     """Run without a plan; a captured graph runs whole."""
-    graph = sequential._multistage.graph
+    graph = module._multistage.graph
     if graph is not None:
         return graph.plainly(state)
-    for stage in stages_of(sequential):
+    for stage in stages_of(module):
         state = stage(state)
     return state
-
-
-def whole(sequential: LimitedModule) -> Found:
-    """Return what all stages refer to."""
-    chain = sequential._multistage
-    if chain.whole is None:
-        chain.whole = Scope([sequential])
-    return chain.whole.look()
-
-
-def of_functions(sequential: LimitedModule) -> Found:
-    """Return what stages that are no modules refer to."""
-    chain = sequential._multistage
-    if chain.functions is None:
-        chain.functions = Scope(chain.refers_to())
-    return chain.functions.look()
-
-
-def kind_of_call(model: LimitedModule, state: object, found: Found) -> Kind:
-    """Return what a plan depends on: shapes, strides, dtypes, devices, wishes and modes.
-
-    Those of parameters too: numbers of words have one dtype, whatever the model's.
-    """
-    leaves, spec = pytree.tree_flatten(state)
-    of_leaves = tuple(
-        (x.ndim, _gaps(x), x.dtype, x.device, x.requires_grad)
-        if isinstance(x, torch.Tensor)
-        else type(x)
-        for x in leaves
-    )
-    settings = Settings.capture(device_types(tensors_in(state)))
-    facts = facts_of(model, found)
-    wishes = tuple([p.requires_grad for p in facts.wanting])
-    # Of tensors that are no parameters shapes may change at every call.
-    of_parameters = tuple([(p.shape, p.dtype, p.device) for p in facts.parameters])
-    family = str(spec), of_leaves, settings, facts.modes, hash(wishes), hash(of_parameters)
-    return Kind(family, tuple([n for x in leaves if isinstance(x, torch.Tensor) for n in x.shape]))
-
-
-def _gaps(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the strides of a tensor that is not contiguous: stages may copy it."""
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_contiguous():
-        return None
-    return tensor.stride()
-
-
-def facts_of(model: LimitedModule, found: Found) -> Facts:
-    """Return what is known of the model, renewed after a change of mode or number."""
-    chain = model._multistage
-    if chain.facts is not None and chain.facts[0] == found.number:
-        return chain.facts[1]
-    functions = of_functions(model)
-    modes = hash(tuple(m.training for m in (*model.modules(), *functions.modules)))
-    wanting = [*model.parameters(), *functions.tensors]
-    parameters = [p for p in wanting if isinstance(p, nn.Parameter) and not is_lazy(p)]
-    facts = Facts(modes, wanting, parameters, is_collective(model))
-    # Neither modes of scripted modules nor results of runs are remembered.
-    if not found.scripted and len(parameters) == len(wanting):
-        chain.facts = found.number, facts
-    return facts
-
-
-def is_collective(model: nn.Module) -> bool:
-    """Whether ranks run stages together (FSDP2, SyncBatchNorm) and must follow one plan."""
-    return sharded(model.parameters()) or any(
-        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
-    )
