@@ -13,8 +13,17 @@ from collections.abc import Iterator, Sequence
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement, among others
 # Functions that look names up by a string.
 _BY_STRING = {"globals", "getattr", "vars", "attrgetter"}
-# Packages whose functions do not know a user's arrays by name.
+# Packages that do not know a user's arrays by name.
 _FOREIGN = sys.stdlib_module_names | {"numpy", "scipy", "torch", "jax", "numba", "multistage"}
+_FOREIGN |= {"triton", "sympy", "torchgen", "functorch", "pytest"}
+_KINDS = {
+    **dict.fromkeys(("LOAD_GLOBAL", "LOAD_NAME"), "global"),
+    **dict.fromkeys(("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"), "free"),
+    **dict.fromkeys(("STORE_DEREF", "DELETE_DEREF"), "set free"),
+    "STORE_GLOBAL": "set global",
+    "IMPORT_NAME": "import",
+}
+_FOLLOWING = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 
 
 def named_by(value: object) -> Iterator[object]:
@@ -82,23 +91,49 @@ def _names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
     Strings count as names where globals or attributes are looked up by a string.
     """
-    codes, globals_, attributes, strings = [code], set[str](), set[str](), set[str]()
-    while codes:
-        code = codes.pop()
-        for each in dis.get_instructions(code):
-            if each.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")):
-                globals_.add(each.argval)
-            elif each.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")):
-                attributes.add(each.argval)
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-        strings.update(each for each in code.co_consts if isinstance(each, str))
+    found = names_in(code)
+    globals_ = frozenset([name for kind, name, *_ in found if kind in ("global", "import")])
+    attributes = frozenset([each for _, _, *following in found for each in following])
     if globals_ & _BY_STRING or "__dict__" in attributes:
-        return frozenset(globals_ | strings), frozenset(attributes | strings)
-    return frozenset(globals_), frozenset(attributes)
+        strings = {x for each in _codes(code) for x in each.co_consts if isinstance(x, str)}
+        return globals_ | strings, attributes | strings
+    return globals_, attributes
 
 
+@functools.lru_cache(maxsize=8192)
+def names_in(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
+    """Return what is named in code and in the functions within it.
+
+    Each time a kind and a name, and the attributes that follow.  Kinds are "global", "import",
+    "free" (a variable of a function around it, or shared with one within), "local", "set global",
+    "set free", and "" for attributes of another value, which has no name.
+    """
+    found: list[tuple[str, ...]] = []
+    for each in _codes(code):
+        last: tuple[str, ...] = ("", "")
+        for step in dis.get_instructions(each):
+            if step.opname in _FOLLOWING:
+                last += (step.argval,)
+                continue
+            found.append(last)
+            kind = "local" if step.opname.startswith("LOAD_FAST") else _KINDS.get(step.opname, "")
+            last = ("", "")
+            if kind:
+                names = step.argval  # a tuple where one instruction loads two
+                last = (kind, names[-1] if isinstance(names, tuple) else names)
+    return tuple([each for each in found if each != ("", "")])  # the last step names nothing
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _codes(each)
+
+
+@functools.cache
 def is_foreign(module: str | None) -> bool:
-    """Whether the functions of a module do not know a user's arrays by name."""
+    """Whether a module is not the user's: its functions do not know his arrays by name."""
     return module is None or module.partition(".")[0] in _FOREIGN
 
 
@@ -126,8 +161,12 @@ def read_by(operator: object) -> Iterator[object]:
             seen.add(function)
             left += [(each, None) for each in function.__defaults__ or ()]
             left += [(each, None) for each in (function.__kwdefaults__ or {}).values()]
-            chains = _chains(function.__code__)
-            left += [_bound(*_followed(function, owner, each)) for each in chains]
+            first = function.__code__.co_varnames[:1]
+            left += [
+                _bound(*_followed(function, owner, name, following))
+                for kind, name, *following in names_in(function.__code__)
+                if kind in ("global", "free") or (kind == "local" and name in first)
+            ]
 
 
 def _is_object(value: object) -> bool:
@@ -144,10 +183,9 @@ def _bound(value: object, owner: object) -> tuple[object, object]:
 
 
 def _followed(
-    function: types.FunctionType, owner: object, chain: Sequence[str]
+    function: types.FunctionType, owner: object, name: str, attributes: Sequence[str]
 ) -> tuple[object, object]:
     """Return the value of a name and the attributes that follow it, and what has the last one."""
-    name, *attributes = chain
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     value: object = None
     if name in cells:
@@ -167,24 +205,3 @@ def _followed(
         if isinstance(value, property):
             break  # what its function reads counts
     return value, has
-
-
-def _chains(code: types.CodeType) -> Iterator[tuple[str, ...]]:
-    """Yield the names of globals, of variables of functions around, and of the first argument.
-
-    Each with those of the attributes that follow it.
-    """
-    codes, first = [code], code.co_varnames[:1]
-    while codes:
-        code = codes.pop()
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-        chain: tuple[str, ...] = ()
-        for each in dis.get_instructions(code):
-            if chain and each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                chain += (each.argval,)
-                continue
-            if chain:
-                yield chain
-            named = each.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"))
-            own = each.opname.startswith("LOAD_FAST") and each.argval in first
-            chain = (each.argval,) if named or own else ()

@@ -28,9 +28,8 @@ torch/test_environment.py
 +                 once[id(new)]
 
 torch/test_environment.py
--                 if tensor._version != version:
--                     self._refuse_written(tensor)
-+                 pass
+- what = self.found.name_of(tensor)
++ continue
 
 torch/test_unroll.py
 - return any(tensor._version != version for tensor, version in self._versions)

@@ -37,7 +37,7 @@ from ..tensors.checksums import digest, fingerprint, same_bits
 from .copies import address, addresses, cloned, put_back, version_of
 from .places import replacing
 from .randomness import Generators, State, random_devices
-from .scope import Buffers, Found, Scope, buffers_among
+from .scope import Buffers, Scope, buffers_among
 
 
 class Environment:
@@ -56,12 +56,16 @@ class Environment:
     by_value : bool
         Whether to notice other bits of the tensors that it must leave alone, by checksums:
         fused optimizers, `.data` and NumPy write to them without a new version.
+
+    Attributes
+    ----------
+    found : Found
+        What it captured, but for values of tensors.
     """
 
     __slots__ = (
         "_changing",
         "_flags",
-        "_found",
         "_generators",
         "_kept",
         "_kept_versions",
@@ -72,6 +76,7 @@ class Environment:
         "_sums",
         "_tensors",
         "_versions",
+        "found",
     )
 
     def __init__(
@@ -84,7 +89,7 @@ class Environment:
         by_value: bool = False,
     ) -> None:
         found = scope.look()
-        self._found, self._name, self._changing = found, name, changing
+        self.found, self._name, self._changing = found, name, changing
         self._generators: Generators | None = None
         self._random: tuple[State | None, ...] | None = None
         buffers = [module._buffers[key] for module, key in changing]
@@ -100,11 +105,6 @@ class Environment:
         self._places: dict[int, int] | None = None
         self._kept = cloned(buffers) if keep_values else []
         self._kept_versions = [0 if b is None else version_of(b) for b in buffers]
-
-    @property
-    def found(self) -> Found:
-        """What it captured, but for values of tensors."""
-        return self._found
 
     # ------------------------------------------------------------- first run
 
@@ -131,11 +131,33 @@ class Environment:
         StateError
             It names the tensor.
         """
-        if [t._version for t in self._tensors] != self._versions:
-            for tensor, version in zip(self._tensors, self._versions, strict=True):
-                if tensor._version != version:
-                    self._refuse_written(tensor)
-        self._verify_buffers()
+        for tensor in self._written():
+            what = self.found.name_of(tensor)
+            if what.startswith("buffer"):
+                raise StateError(
+                    _LEFT_ALONE.format(f"{self._name} changed {what}, a buffer that it")
+                )
+            raise StateError(
+                f"{self._name} writes to {what} in place when it runs; running it again would "
+                "write once more: register it as a buffer, or write to it outside of the chain"
+            )
+        buffers = buffers_among(self.found.modules)
+        changing = {(id(module), key) for module, key in self._changing} if buffers else set()
+        known = {id(tensor) for tensor in self._tensors} if buffers else set()
+        for module, key, buffer in buffers:
+            if not (id(buffer) in known or (id(module), key) in changing or buffer.is_inference()):
+                what = f"exchanged buffer {key!r} of {type(module).__name__}, which it"
+                raise StateError(_LEFT_ALONE.format(f"{self._name} {what}"))
+
+    def _written(self) -> list[Tensor]:
+        """Return the tensors that have other versions now."""
+        return self._others([t._version for t in self._tensors], self._versions)
+
+    def _others(self, now: Sequence[object], before: Sequence[object]) -> list[Tensor]:
+        """Return the tensors of which something is other now than before."""
+        if now == before:
+            return []
+        return [t for t, a, b in zip(self._tensors, now, before, strict=True) if a != b]
 
     def let_graphs_go(self) -> None:
         """Refer to what tensors with graphs hold, no longer to the graphs.
@@ -147,86 +169,46 @@ class Environment:
             return
         alone = {
             id(t): t.detach().requires_grad_(t.requires_grad)
-            for t in self._found.tensors
+            for t in self.found.tensors
             if t.grad_fn is not None
         }
         self._tensors = [alone.get(id(t), t) for t in self._tensors]
-        self._found = self._found.holding(
-            [
-                replacing(held, lambda value: alone.get(id(value), value))
-                for held in self._found.held
-            ]
+        self.found = self.found.holding(
+            [replacing(held, lambda value: alone.get(id(value), value)) for held in self.found.held]
         )
-
-    def _refuse_written(self, tensor: Tensor) -> None:
-        what = self._found.name_of(tensor)
-        if what.startswith("buffer"):
-            raise StateError(
-                f"{self._name} changed {what}, a buffer that it left alone when it was profiled; "
-                "profile it in the mode it is trained in, or keep its tape"
-            )
-        raise StateError(
-            f"{self._name} writes to {what} in place when it runs; running it again would write "
-            "once more: register it as a buffer, or write to it outside of the chain"
-        )
-
-    def _verify_buffers(self) -> None:
-        buffers = buffers_among(self._found.modules)
-        if not buffers:
-            return
-        changing = {(id(module), key) for module, key in self._changing}
-        known = {id(tensor) for tensor in self._tensors}
-        for module, key, buffer in buffers:
-            if id(buffer) in known or (id(module), key) in changing or buffer.is_inference():
-                continue
-            raise StateError(
-                f"{self._name} exchanged buffer {key!r} of {type(module).__name__}, which it "
-                "left alone when it was profiled; profile it in the mode it is trained in, "
-                "or keep its tape"
-            )
 
     def places(self) -> dict[int, int]:
         """Return the addresses of parameters and unchanged buffers, each with a number."""
-        if self._places is None and exchanges_memory():
-            self._places = {}
-        memo = self._found.memo
-        known = memo.get("places")
-        if self._places is None and known is not None:
-            changing, pointers, places = known
-            if changing is self._changing and pointers == self._pointers:
-                self._places = places
-        if self._places is None:
+        if self._places is not None:
+            return self._places
+        known = (self._changing, self._pointers, {}) if exchanges_memory() else self.found.addresses
+        if known is None or known[0] is not self._changing or known[1] != self._pointers:
             # Copies stand in for the others.
             skipped = {id(module._buffers[key]) for module, key in self._changing}
             held = [
                 x
-                for m in self._found.modules
+                for m in self.found.modules
                 for x in (
                     *m._parameters.values(),
                     *(b for key, b in m._buffers.items() if key not in _STATISTICS),
                 )
                 if x is not None and id(x) not in skipped
             ]
-            found = [(address(x), number) for number, x in enumerate(held)]
-            self._places = {at: number for at, number in found if at}
-            memo["places"] = self._changing, self._pointers, self._places
+            found = {at: number for number, x in enumerate(held) if (at := address(x))}
+            known = self.found.addresses = self._changing, self._pointers, found
+        self._places = known[2]
         return self._places
 
     # ------------------------------------------------------------- comparing
 
     def differences(self) -> list[str]:
         """Return the names of what is different now, but for buffers said to change."""
-        found = self._found.differences({(id(m._buffers), key) for m, key in self._changing})
-        found += [
-            self._found.name_of(tensor)
-            for tensor, version in zip(self._tensors, self._versions, strict=True)
-            if tensor._version != version
-        ]
-        return list(dict.fromkeys(found))
+        found = self.found.differences({(id(m._buffers), key) for m, key in self._changing})
+        return list(dict.fromkeys([*found, *map(self.found.name_of, self._written())]))
 
     def undo(self) -> None:
         """Undo the first run: put back attributes, buffers and generators as captured."""
-        self._found.put_back()
+        self.found.put_back()
         for (module, key), value, version in zip(
             self._changing, self._kept, self._kept_versions, strict=True
         ):
@@ -237,35 +219,34 @@ class Environment:
         if self._generators is not None and self._random is not None:
             self._generators.restore(self._random)
 
-    def _said(self, tensor: Tensor) -> str:
-        return f"{self._found.name_of(tensor)} of {self._name}, of shape {tuple(tensor.shape)},"
-
     def refuse_changed(self) -> None:
         """Raise StateError if a tensor was changed since it was captured."""
-        if [t._version for t in self._tensors] != self._versions:
-            for tensor, version in zip(self._tensors, self._versions, strict=True):
-                if tensor._version != version:
-                    raise StateError(
-                        f"{self._said(tensor)} was changed in place between forward and backward; "
-                        f"{_REMEDY}"
-                    )
-        if self._pointers and not exchanges_memory() and addresses(self._tensors) != self._pointers:
-            for tensor, pointer in zip(self._tensors, self._pointers, strict=True):
-                if address(tensor) != pointer:
-                    raise StateError(
-                        f"{self._said(tensor)} was given other memory between forward and backward "
-                        f"(by .data, .to(), .double() or the like); {_REMEDY}"
-                    )
+        for tensor in self._written():
+            raise self._changed(tensor, "was changed in place between forward and backward")
+        if self._pointers and not exchanges_memory():
+            for tensor in self._others(addresses(self._tensors), self._pointers):
+                raise self._changed(
+                    tensor,
+                    "was given other memory between forward and backward (by .data, .to(), "
+                    ".double() or the like)",
+                )
         if self._sums and (now := _sums_of(self._tensors)) != self._sums:
             for tensor, before, after in zip(self._tensors, self._sums, now, strict=True):
                 # A shard and the whole (FSDP) are not to be compared.
                 same_size = before is not None is not after and before[0] == after[0]
                 if same_size and before != after:
-                    raise StateError(
-                        f"{self._said(tensor)} holds other numbers than in the forward pass, "
-                        "though no version says so: a fused optimizer's step, .data, NumPy, or "
-                        f"the stage itself wrote to it; {_REMEDY}"
+                    raise self._changed(
+                        tensor,
+                        "holds other numbers than in the forward pass, though no version says so: "
+                        "a fused optimizer's step, .data, NumPy, or the stage itself wrote to it",
                     )
+
+    def _changed(self, tensor: Tensor, how: str) -> StateError:
+        shape = tuple(tensor.shape)
+        return StateError(
+            f"{self.found.name_of(tensor)} of {self._name}, of shape {shape}, {how}; it cannot "
+            "be run again as it was: call backward first"
+        )
 
     # ---------------------------------------------------------- running again
 
@@ -285,7 +266,7 @@ class Environment:
             When the context is entered, if a tensor of the environment was changed since.
         """
         self.refuse_changed()
-        found, generators = self._found, self._generators
+        found, generators = self.found, self._generators
         present = None if found.holds() else found.now()
         flags, exchanged = self.toggled(), list[tuple[dict[str, Tensor | None], str, Any]]()
         drawn = None
@@ -313,29 +294,24 @@ class Environment:
 
     def toggled(self) -> list[tuple[Tensor, bool, bool]]:
         """Return tensors with other wishes for gradients now, with the wishes then and now."""
-        if [t.requires_grad for t in self._tensors] == self._flags:
-            return []
-        found = []
-        for tensor, flag in zip(self._tensors, self._flags, strict=True):
-            if tensor.requires_grad != flag:
-                if not tensor.is_leaf:
-                    raise StateError(
-                        f"{self._said(tensor)} was detached, or made part of a graph, between "
-                        f"forward and backward; {_REMEDY}"
-                    )
-                found.append((tensor, flag, tensor.requires_grad))
-        return found
+        others = self._others([t.requires_grad for t in self._tensors], self._flags)
+        for tensor in others:
+            if not tensor.is_leaf:
+                raise self._changed(
+                    tensor, "was detached, or made part of a graph, between forward and backward"
+                )
+        return [(tensor, not tensor.requires_grad, tensor.requires_grad) for tensor in others]
 
     def stand_ins(self) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor | None]]:
         """Yield places of buffers with copies, for a run to write to."""
-        if not self._changing and not any(m._buffers for m in self._found.modules):
+        if not self._changing and not any(m._buffers for m in self.found.modules):
             return
         for (module, key), value in zip(self._changing, cloned(self._kept), strict=True):
             yield module._buffers, key, value
         changing = {(id(module), key) for module, key in self._changing}
         hidden = [
             (module, key)
-            for module in self._found.modules
+            for module in self.found.modules
             if module._buffers
             for key in _STATISTICS
             if key in module._buffers and (id(module), key) not in changing
@@ -355,7 +331,9 @@ def _sums_of(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
     return [None if bits is None else (tensor.numel(), bits) for tensor, bits in found]
 
 
-_REMEDY = "it cannot be run again as it was: call backward first"
+_LEFT_ALONE = (
+    "{} left alone when it was profiled; profile it in the mode it is trained in, or keep its tape"
+)
 _STATISTICS = ("running_mean", "running_var")
 
 
@@ -420,7 +398,11 @@ def left_behind(scope: Scope, tensors: Sequence[Tensor]) -> dict[str, object]:
     found: dict[str, object] = dict(zip(generators.names, generators.capture(), strict=True))
     for place in scope.look().places:
         if place.name.startswith(("attribute", "buffer", "class attribute")):
-            for name, value in place.named():
+            held = place.read()
+            if not isinstance(held, dict):
+                found[place.name] = len(held)
+            # Sets have no order.
+            for name, value in () if isinstance(place.owner, set) else place.entries(held):
                 if not isinstance(value, nn.Parameter):
                     found[name] = fingerprint(value)
     return found

@@ -176,17 +176,12 @@ class Place:
         """Return the name of an entry."""
         return f"{self.name}{key!r}]" if self.end == "]" else f"{self.name}{key}{self.end}"
 
-    def named(self) -> Iterator[tuple[str, object]]:
-        """Yield names and values."""
-        held = self.read()
+    def entries(self, held: Held) -> Iterator[tuple[str, object]]:
+        """Yield names and values of what it held."""
         if isinstance(held, dict):
-            for key, value in held.items():
-                yield self.key(key), value
-            return
-        yield self.name, len(held)
-        if not isinstance(self.owner, set):
-            for number, value in enumerate(held):
-                yield f"{self.name}[{number}]", value
+            yield from ((self.key(key), value) for key, value in held.items())
+        else:
+            yield from ((f"{self.name}[{number}]", value) for number, value in enumerate(held))
 
 
 def watched(value: object) -> Owner | None:

@@ -16,22 +16,21 @@ libraries (torch, NumPy, the standard library).
 from __future__ import annotations
 
 import builtins
-import dis
+import copy
 import functools
 import itertools
 import re
-import sys
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, replace
 from operator import is_
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...errors import ArgumentError
+from ...states.naming import is_foreign, names_in
 from .places import ABSENT, LEAVES, Held, Place, Variables, are_alike, replacing, values_of, watched
 from .randomness import Own, is_generator
 
@@ -39,7 +38,6 @@ Buffers: TypeAlias = Sequence[tuple[nn.Module, str]]
 _numbers = itertools.count()  # of what was found
 _MOST_PLACES = 256  # beside those of modules
 _DEPTH = 6
-_OTHERS = {"torch", "numpy", "multistage", "triton", "sympy", "torchgen", "functorch", "pytest"}
 _NAMESPACES = {"Namespace", "SimpleNamespace"}
 _NOT_RUN = {"__init__", "__repr__", "extra_repr", "__getstate__", "__setstate__", "__reduce__"}
 _GLOBAL_HOOKS: Any = (
@@ -58,20 +56,12 @@ _QUOTED = re.compile(r"^[a-z ]+ '([^']*)'")  # the path in a name with a kind
 _INTERNAL = frozenset(vars(nn.Module()))
 
 
-class Memo(TypedDict, total=False):
-    """What others have worked out of the contents of a scope; see `Environment.places`."""
-
-    devices: frozenset[torch.device]
-    places: tuple[Buffers, Sequence[int], dict[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
 class Found:
     """What a scope held at one moment.
 
     Attributes
     ----------
-    modules : dict of str to nn.Module
+    named : dict of str to nn.Module
         Nested ones too, each once, by name.
     places : tuple of Place
     held : tuple of dict or list
@@ -84,50 +74,34 @@ class Found:
         Of which only parameters and buffers are known.
     number : int
         Of these contents: what is found later with the same number holds the same.
-    memo : Memo
-        What others have worked out of it.
+    addresses : tuple, optional
+        What `Environment.places` has worked out of it.
     """
 
-    named: dict[str, nn.Module]
-    places: tuple[Place, ...]
-    held: tuple[Held, ...]
-    tensors: tuple[Tensor, ...]
-    generators: tuple[tuple[str, Own], ...]
-    scripted: tuple[torch.jit.ScriptModule, ...]
-    number: int
-    memo: Memo
-    _now: tuple[Iterable[object], ...]  # the values of all places at any moment
-    _flat: tuple[object, ...]  # those values as they were
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         named: dict[str, nn.Module],
-        places: Sequence[Place],
+        places: Iterable[Place],
         generators: Iterable[tuple[str, Own]],
         scripted: Iterable[torch.jit.ScriptModule],
-    ) -> Found:
-        """Return what some places hold."""
-        held, scripted = tuple([place.read() for place in places]), tuple(scripted)
-        return cls(
-            named,
-            tuple(places),
-            held,
-            _tensors_among(held, scripted),
-            tuple(generators),
-            scripted,
-            next(_numbers),
-            Memo(),
-            tuple([place.values() for place in places]),
-            tuple(itertools.chain.from_iterable(map(values_of, held))),
-        )
+    ) -> None:
+        self.named, self.places = named, tuple(places)
+        self.generators, self.scripted = tuple(generators), tuple(scripted)
+        self._now = tuple([place.values() for place in self.places])  # values at any moment
+        self._hold(self.now(), anew=True)
+
+    def _hold(self, held: Sequence[Held], *, anew: bool) -> Found:
+        self.held, self.tensors = tuple(held), _tensors_among(held, self.scripted)
+        self._flat = tuple(itertools.chain.from_iterable(map(values_of, held)))
+        if anew:
+            self.number = next(_numbers)
+            self.addresses: tuple[Buffers, Sequence[int], dict[int, int]] | None = None
+            self._devices: frozenset[torch.device] | None = None
+        return self
 
     def holding(self, held: Sequence[Held], *, anew: bool = False) -> Found:
         """Return the same places with other contents; `anew`, with another number too."""
-        tensors = _tensors_among(held, self.scripted)
-        flat = tuple(itertools.chain.from_iterable(map(values_of, held)))
-        found = replace(self, held=tuple(held), tensors=tensors, _flat=flat)
-        return replace(found, number=next(_numbers), memo=Memo()) if anew else found
+        return copy.copy(self)._hold(held, anew=anew)
 
     @property
     def modules(self) -> Iterable[nn.Module]:
@@ -145,18 +119,20 @@ class Found:
 
     def devices(self) -> frozenset[torch.device]:
         """Return the devices that its tensors lie on."""
-        known = self.memo.get("devices")
-        if known is None:
-            known = self.memo["devices"] = frozenset(t.device for t in self.tensors)
-        return known
+        if self._devices is None:
+            self._devices = frozenset(t.device for t in self.tensors)
+        return self._devices
 
     def differences(self, but: Container[tuple[int, object]] = ()) -> list[str]:
         """Return the names of values that are others now, but for some entries of dicts."""
         if self.holds():
             return []
-        pairs = zip(self.places, self.held, strict=True)
-        found = [(place, *each) for place, held in pairs for each in place.changed(held)]
-        return [name for place, key, name in found if (id(place.owner), key) not in but]
+        return [
+            name
+            for place, held in zip(self.places, self.held, strict=True)
+            for key, name in place.changed(held)
+            if (id(place.owner), key) not in but
+        ]
 
     def put_back(self, held: Sequence[Held] | None = None) -> None:
         """Make the places hold this again, or what is given."""
@@ -168,10 +144,9 @@ class Found:
     def name_of(self, tensor: Tensor) -> str:
         """Return what a tensor is called, for messages."""
         for place, held in zip(self.places, self.held, strict=True):
-            pairs = held.items() if isinstance(held, dict) else enumerate(held)
-            for key, value in pairs:
+            for name, value in place.entries(held):
                 if value is tensor:
-                    return place.key(key) if isinstance(held, dict) else f"{place.name}[{key}]"
+                    return name
         return f"a tensor of shape {tuple(tensor.shape)}"
 
 
@@ -203,9 +178,9 @@ class Scope:
             if id(module) not in seen:
                 seen.add(id(module))
                 named[name if name not in named else f"{name} ({len(named)})"] = module
-        return Found.of(
+        return Found(
             named,
-            tuple(places.values()),
+            places.values(),
             {id(generator): (name, generator) for name, generator in generators}.values(),
             {id(m): m for walk in walks for m in walk.scripted}.values(),
         )
@@ -326,8 +301,8 @@ class _Walk:
                 self._all((value.func, *value.args), name, depth)
                 self._hold(value.keywords, f"{name}[", "]", depth)
             case tuple() | frozenset():
-                if len(value) <= _MOST_PLACES:
-                    self._all(value, name, depth, numbered=True)
+                for number, each in enumerate(value if len(value) <= _MOST_PLACES else ()):
+                    self.visit(each, f"{name}[{number}]", depth + 1)
             case _ if (owner := watched(value)) is not None:
                 keyed = isinstance(owner, dict)
                 self._hold(owner, f"{name}[" if keyed else name, "]" if keyed else "", depth)
@@ -335,7 +310,7 @@ class _Walk:
                 self._class(value, depth)
             case _ if is_generator(value):
                 self.generators[id(value)] = (f"generator {name}", value)
-            case _ if not _is_others(type(value).__module__) or type(value).__name__ in _NAMESPACES:
+            case _ if not is_foreign(type(value).__module__) or type(value).__name__ in _NAMESPACES:
                 attributes = getattr(value, "__dict__", None)
                 if type(attributes) is dict:
                     self._hold(attributes, f"{name}.", "", depth)
@@ -348,16 +323,12 @@ class _Walk:
             return
         place = Place(owner, name, end)
         self.places.append(place)
-        held = place.read()
-        for key, value in held.items() if isinstance(held, dict) else enumerate(held):
-            inner = place.key(key) if isinstance(held, dict) else f"{name}[{key}]"
+        for inner, value in place.entries(place.read()):
             self.visit(value, inner, depth + 1)
 
-    def _all(
-        self, values: Iterable[object], name: str, depth: int, *, numbered: bool = False
-    ) -> None:
-        for number, value in enumerate(values):
-            self.visit(value, f"{name}[{number}]" if numbered else name, depth + 1)
+    def _all(self, values: Iterable[object], name: str, depth: int) -> None:
+        for value in values:
+            self.visit(value, name, depth + 1)
 
     def _module(self, module: nn.Module, name: str, depth: int) -> None:
         if isinstance(module, torch.jit.ScriptModule):
@@ -390,7 +361,7 @@ class _Walk:
 
     def _class(self, kind: type, depth: int) -> None:
         for each in kind.__mro__:
-            if each in self._classes or _is_others(each.__module__):
+            if each in self._classes or is_foreign(each.__module__):
                 continue
             self._classes.add(each)
             names, functions = [], []
@@ -442,14 +413,14 @@ class _Walk:
 
     def _code(self, function: FunctionType, depth: int) -> None:
         """Visit the globals that a function names."""
-        if _is_others(function.__module__ or ""):
+        if is_foreign(function.__module__ or ""):
             return
         space = function.__globals__
         for key, attributes in _uses(function.__code__)[0].items():
             value = space.get(key, ABSENT)
             if not isinstance(value, ModuleType):
                 self._global(space, key, depth)
-            elif not _is_others(value.__name__):
+            elif not is_foreign(value.__name__):
                 for attribute in attributes:
                     self._global(vars(value), attribute, depth)
 
@@ -470,37 +441,10 @@ def _uses(code: CodeType) -> tuple[dict[str, set[str]], dict[str, set[str] | Non
     """
     loaded: dict[str, set[str]] = {}
     free: dict[str, set[str] | None] = {}
-    last: set[str] | None = None
-    variable = ""  # free, and named by the step before
-    for step in dis.get_instructions(code):
-        attribute = step.opname in ("LOAD_ATTR", "LOAD_METHOD")
-        if attribute and last is not None:
-            last.add(step.argval)
-        elif variable and not attribute:
-            free[variable] = None
-        if attribute and variable and (known := free[variable]) is not None:
-            known.add(step.argval)
-        last, variable = None, ""
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
-            last = loaded.setdefault(step.argval, set())
-        elif step.opname.startswith("LOAD_DEREF"):
-            variable = step.argval
-            free.setdefault(variable, set())
-        elif step.opname in ("STORE_DEREF", "DELETE_DEREF", "LOAD_CLASSDEREF"):
-            free[step.argval] = None
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            more, others = _uses(constant)
-            for key, attributes in more.items():
-                loaded.setdefault(key, set()).update(attributes)
-            for key, used in others.items():
-                known = free.setdefault(key, set())
-                free[key] = None if used is None or known is None else known | used
+    for kind, name, *following in names_in(code):
+        if kind.endswith("global"):
+            loaded.setdefault(name, set()).update(following[:1])
+        elif kind.endswith("free"):
+            known = free.setdefault(name, set())
+            free[name] = None if known is None or not following else known | {following[0]}
     return loaded, free
-
-
-@functools.cache
-def _is_others(module: str) -> bool:
-    """Whether code of this module is not the user's: torch, NumPy, us, the standard library."""
-    top = module.split(".", 1)[0]
-    return top in _OTHERS or (top in sys.stdlib_module_names and top != "__main__")
