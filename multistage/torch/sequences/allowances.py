@@ -29,14 +29,7 @@ _ALIKE = 1.1  # times the nodes expected, below which a graph is taken to be as 
 
 @dataclass(slots=True)
 class Allowance:
-    """What the graphs of one sequence may take beside those that were planned for.
-
-    Parameters
-    ----------
-    plan : UnrollPlan
-    facts : Facts
-    inputs : Inputs
-    """
+    """What the graphs of one sequence may take beside those that were planned for."""
 
     plan: UnrollPlan
     facts: Facts
@@ -48,29 +41,11 @@ class Allowance:
         """Whether values may decide what a step takes."""
         return self.plan.by_values or self.inputs.has_values
 
-    def hold(
-        self,
-        steps: tuple[int, int],
-        nodes: int,
-        roots: Sequence[Tensor],
-        begun: int,
-    ) -> None:
+    def hold(self, steps: tuple[int, int], nodes: int, roots: Sequence[Tensor], begun: int) -> None:
         """Count the graph of some steps, which is held from now on.
 
-        Parameters
-        ----------
-        steps : (int, int)
-            The first, and the one behind the last.
-        nodes : int
-            Of the graph.
-        roots : sequence of Tensor
-        begun : int
-            Sequence number of the first node.
-
-        Raises
-        ------
-        BudgetError
-            If the graphs that are held take the memory beyond the limit.
+        It has so many nodes, the first of them with the sequence number `begun`.  Raises
+        BudgetError if the graphs that are held take the memory beyond the limit.
         """
         expected, nbytes, _ = self.facts.weight(*steps)
         if nodes <= expected and not self.by_values:

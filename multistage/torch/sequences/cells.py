@@ -23,19 +23,9 @@ Step: TypeAlias = Callable[..., object]  # of a state and x_t
 class Cell:
     """A cell by one way of calling it: `call(state, x) -> result`.
 
-    Parameters
-    ----------
-    given : callable
-        `cell(state, x)`; or a recurrent module of `torch.nn`, called its own way.
-    fused : bool
-        Whether it takes several steps at once, time first.
-    inputs : object
-        What x_t is made by, if it is made by code.
-
-    Attributes
-    ----------
-    scope : Scope
-        All that it refers to.
+    A recurrent module of `torch.nn` is called its own way.  A fused cell takes several steps at
+    once, time first; `inputs` is what x_t is made by, if it is made by code.  The scope is all
+    that these refer to.
     """
 
     def __init__(self, given: Step, fused: bool, inputs: object = None) -> None:
@@ -82,22 +72,6 @@ class Cell:
 class Cells:
     """The cells of a sequence: one for all steps, or one for each.
 
-    Parameters
-    ----------
-    given : sequence of callables
-        One for each step, or one alone for all.
-    fused : bool
-        Whether that one takes several steps at once, time first.
-    inputs : object
-        What x_t is made by, if it is made by code.
-
-    Attributes
-    ----------
-    each : tuple of Cell
-        Those that differ.
-    scope : Scope
-        All that they refer to.
-
     Raises
     ------
     ArgumentError
@@ -110,6 +84,7 @@ class Cells:
         self._at = None
         if len(distinct) > 1:
             self._at = [numbers[identity_of(one)] for one in given]
+        # Those that differ.
         self.each = tuple([Cell(one, fused, inputs) for one in distinct.values()])
         self.fused = self.each[0].fused
         if self._at is None:

@@ -41,39 +41,21 @@ _LOOK_BACK = 0.7  # of a full chunk: from here on it may end, where the state is
 class Cost:
     """What a step of one kind, or a chunk of equal steps, costs.
 
-    Attributes
-    ----------
-    stage : Stage
-        The tape is the graph, the state after the step and y included; the gradients of the
-        parameters that it uses are part of the backward's overhead.
-    graph_bytes : int
-        What the graph keeps alive that was not there before: less than the tape of the
-        stage where the step hands most of its state on.
-    y_bytes, x_gradient_bytes : int
-    overhead_s : float
-        Seconds of a chunk beside its steps.
-    by_values : bool
-        Whether the values of tensors decide what operators take.
-    parameters : tuple of int
-        Those that it uses.
-    chunk : int
-        Time steps.
-    peak_bytes : int
-        Allocated at most with a graph and back from the state before, beyond it.
-    saved : tuple of int or None
-        Sizes of the storages its graph saves, parameters and the state not counted;
-        None if that is not known, or hooks on saved tensors are not possible.
+    The tape of the stage is the graph, the state after the step and y included; the gradients
+    of the parameters that it uses are part of the backward's overhead.  `saved` are the sizes
+    of the storages that the graph saves, parameters and the state not counted; None if that is
+    not known, or hooks on saved tensors are not possible.
     """
 
     stage: Stage
-    graph_bytes: int
+    graph_bytes: int  # not there before: less than the tape where most of the state is handed on
     y_bytes: int = 0
     x_gradient_bytes: int = 0
-    overhead_s: float = 0.0
-    by_values: bool = False
-    parameters: tuple[int, ...] = ()
-    chunk: int = 1
-    peak_bytes: int = 0
+    overhead_s: float = 0.0  # of a chunk beside its steps
+    by_values: bool = False  # whether the values of tensors decide what operators take
+    parameters: tuple[int, ...] = ()  # those that it uses
+    chunk: int = 1  # time steps
+    peak_bytes: int = 0  # with a graph and back from the state before, beyond it
     saved: tuple[int, ...] | None = None
 
     @property
@@ -94,28 +76,14 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What the time steps of a sequence cost.
-
-    Attributes
-    ----------
-    each : sequence of Cost
-        By step.
-    input_bytes, input_gradient_bytes : int
-        Of state 0.
-    parameter_bytes : sequence of int
-        Of each parameter: a chunk adds up the gradients of those that its steps use.
-    graded : bool
-        Whether a run that keeps nothing has graphs, too.
-    overhead_s : float
-        Seconds of a chunk beside its steps, each time it is run or reversed.
-    """
+    """What the time steps of a sequence cost."""
 
     each: Sequence[Cost]
-    input_bytes: int
+    input_bytes: int  # of state 0
     input_gradient_bytes: int
-    parameter_bytes: Sequence[int] = ()
-    graded: bool = False
-    overhead_s: float = 0.0
+    parameter_bytes: Sequence[int] = ()  # a chunk adds up gradients of those that its steps use
+    graded: bool = False  # whether a run that keeps nothing has graphs, too
+    overhead_s: float = 0.0  # of a chunk beside its steps, each time it is run or reversed
 
     def __len__(self) -> int:
         return len(self.each)
@@ -228,20 +196,11 @@ _NODES_FREE = 4 << 20  # bytes of nodes that are held at once, which are not cou
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What chunks of a kind of cell were seen to cost, for sequences of any length.
-
-    Attributes
-    ----------
-    samples : sequence of Cost
-    weight : (int, int, int)
-        Of the cell that was measured.
-    steps : int
-        Of the sequence it was measured in.
-    """
+    """What chunks of a kind of cell were seen to cost, for sequences of any length."""
 
     samples: Sequence[Cost]
-    weight: tuple[int, int, int]
-    steps: int
+    weight: tuple[int, int, int]  # of the cell that was measured
+    steps: int  # of the sequence it was measured in
 
     def serves(self, weight: tuple[int, int, int], steps: int, chunk: int | None) -> bool:
         """Whether it holds of a cell of some weight, and for sequences of some length.
@@ -260,17 +219,8 @@ def sample_chunks(
 ) -> list[Cost]:
     """Measure chunks of 1, 2, 4, ... equal steps until they are long enough, or large.
 
-    Parameters
-    ----------
-    given : Computation
-    state : sequence of Tensor
-        The leaves of the first state.
-    chunk : int, optional
-        The only size wanted; 1 is measured besides.
-    most_bytes : int
-        Larger chunks are of no use.
-    tapes : bool
-        Whether it matters what the graphs save.
+    With `chunk`, that size and 1 alone.  Chunks of more than `most_bytes` are of no use;
+    `tapes` says whether it matters what the graphs save.
     """
     steps, kind, found = given.inputs.steps, given.facts.kinds[-1], list[Cost]()
     began = time.perf_counter()
@@ -297,15 +247,7 @@ def measured(
 ) -> Cost:
     """Run a step of one kind, or a chunk of equal steps, a few times; return what it costs.
 
-    Parameters
-    ----------
-    given : Computation
-    kind : StepKind
-    leaves : sequence of Tensor
-        Of a state before such steps.
-    steps : (int, int)
-    tapes : bool
-        Whether it matters what the graph saves.
+    It starts from the leaves of a state before such steps; `tapes` as in `sample_chunks`.
     """
     facts = given.facts
     with given.around.measuring(), given.around.settled(keep=False):
@@ -349,15 +291,7 @@ def measured(
 
 
 class _Trial:
-    """A chain of one chunk of steps, run for its costs.
-
-    Parameters
-    ----------
-    given : Computation
-    steps : (int, int)
-    leaves : sequence of Tensor
-        Of a state before them.
-    """
+    """A chain of one chunk of steps, run for its costs, from the leaves of a state before them."""
 
     def __init__(
         self, given: Computation, steps: tuple[int, int], leaves: Sequence[Tensor]

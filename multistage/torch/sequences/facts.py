@@ -30,19 +30,11 @@ _LEAF = pytree.tree_structure(0)
 
 @dataclass(frozen=True, slots=True)
 class StateKind:
-    """What a state is but for its values.
-
-    Attributes
-    ----------
-    spec : TreeSpec
-    leaves : tuple of (shape, dtype, device)
-    wants : tuple of bool
-        Which leaves take part in the gradient.
-    """
+    """What a state is but for its values."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Kind, ...]
-    wants: tuple[bool, ...]
+    wants: tuple[bool, ...]  # which leaves take part in the gradient
 
     def __str__(self) -> str:
         return ", ".join(str(tuple(size)) for size, _, _ in self.leaves) or "nothing"
@@ -52,103 +44,50 @@ class StateKind:
 class StepKind:
     """What steps of one kind do.
 
-    Attributes
-    ----------
-    x_kinds : tuple of (shape, dtype, device)
-        Of the tensors of x_t that were looked at.
-    returns_y : bool
-    y_spec : TreeSpec or None
-    ys : tuple of (shape, dtype, device)
-        Of the leaves of y.
-    differentiable : tuple of bool
-        Of those.
-    draws : tuple of bool
-        By generator.
-    buffers : tuple of (module, name)
-    weight : (int, int, int)
-        Nodes of a step's graph, bytes of what they return, and bytes of what they save:
-        cells that differ in neither code nor parameters may differ here.
-    made : int
-        Nodes that a step makes, those included that are dropped at once.
-    graded : bool
-        See `Facts`.
-    parameters : tuple of int
-        Those that its graph leads to.
-    cell : int
-    before, after : int
-        Numbers of the kinds of the states.
-    x : XKind or None
-        None where x_t of any kind will do.
-    first : int
-        The first step of this kind.
-    name : str
-        For messages and tables.
+    The weight is the nodes of a step's graph, the bytes of what they return, and those of what
+    they save: cells that differ in neither code nor parameters may differ here.
     """
 
-    x_kinds: tuple[Kind, ...]
     returns_y: bool
     y_spec: pytree.TreeSpec | None
-    ys: tuple[Kind, ...]
-    differentiable: tuple[bool, ...]
-    draws: tuple[bool, ...]
-    buffers: Buffers
-    weight: tuple[int, int, int]
-    made: int
-    graded: bool = False
-    parameters: tuple[int, ...] = ()
+    ys: tuple[Kind, ...]  # of the leaves of y
+    differentiable: tuple[bool, ...]  # of those
+    draws: tuple[bool, ...]  # by generator
+    x_kinds: tuple[Kind, ...] = ()  # of the tensors of x_t that were looked at
+    buffers: Buffers = ()
+    weight: tuple[int, int, int] = (0, 0, 0)
+    made: int = 0  # nodes that a step makes, those included that are dropped at once
+    graded: bool = False  # see `Facts`
+    parameters: tuple[int, ...] = ()  # those that its graph leads to
     cell: int = 0
-    before: int = 0
+    before: int = 0  # the kinds of the states
     after: int = 0
-    x: XKind | None = None
-    first: int = 0
-    name: str = ""
+    x: XKind | None = None  # None where x_t of any kind will do
+    first: int = 0  # step of this kind
+    name: str = ""  # for messages and tables
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What the steps of a sequence do, seen in a step of each kind.
 
-    Attributes
-    ----------
-    kinds : tuple of StepKind
-    states : tuple of StateKind
-    steps : sequence of int
-        By step, the number of its kind; the last number holds for all later ones.
-    equal : bool
-        Whether all steps are of one cell and all states of one shape.
-    exact : bool
-        Whether shapes are known, and held to.
-    looked_at : int
-        How many steps the weight of a kind is of, where one call runs several.
-    y_spec : TreeSpec or None
-    summed : tuple of bool
-        For each leaf of y whether it is one number, a loss, and summed.
-    differentiable : tuple of bool
-        For each leaf of y.
-    draws : tuple of bool
-        For each generator whether steps draw from it.
-    graded : bool
-        Whether steps must be run with a graph to give the same bits, as some kernels
-        are others under `no_grad`, or to set their hooks on the state.
-    buffers : tuple of (module, name)
-        Buffers that they change.
-    parameters : tuple of Tensor
-        Those whose gradients are required.
+    Steps are `graded` that must be run with a graph to give the same bits, as some kernels are
+    others under `no_grad`, or to set their hooks on the state.
     """
 
     kinds: tuple[StepKind, ...]
     states: tuple[StateKind, ...]
-    steps: Sequence[int]
-    equal: bool
-    exact: bool
-    looked_at: int
+    steps: Sequence[int]  # the number of each one's kind; the last holds for all later ones
+    equal: bool  # whether all steps are of one cell and all states of one shape
+    exact: bool  # whether shapes are known, and held to
+    looked_at: int  # steps that the weight of a kind is of, where one call runs several
     y_spec: pytree.TreeSpec | None
-    summed: tuple[bool, ...]
-    differentiable: tuple[bool, ...]
-    draws: tuple[bool, ...]
+    summed: tuple[bool, ...]  # whether a leaf of y is one number, a loss
+    differentiable: tuple[bool, ...]  # by leaf of y
+    draws: tuple[bool, ...]  # by generator
     graded: bool
-    buffers: Buffers
-    parameters: tuple[Tensor, ...]
+    buffers: Buffers  # those that steps change
+    parameters: tuple[Tensor, ...]  # those whose gradients are required
 
     def kind(self, t: int) -> StepKind:
         """Return the kind of step t."""

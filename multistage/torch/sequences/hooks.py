@@ -24,15 +24,10 @@ Hook: TypeAlias = Callable[[Tensor], Tensor | None]
 
 
 class HandedDown:
-    """The hooks on the states before the chunks of one sequence.
-
-    Attributes
-    ----------
-    state_0 : sequence of Tensor or None
-        Of the caller; None in measuring, whose hooks are not to reach it.
-    """
+    """The hooks on the states before the chunks of one sequence."""
 
     def __init__(self) -> None:
+        # Of the caller; None in measuring, whose hooks are not to reach it.
         self.state_0: Sequence[Tensor] | None = None
         self._waiting: dict[tuple[int, int], list[Hook]] = {}  # by chunk below, and leaf
         self._reached: set[tuple[int, bool]] = set()  # leaves of state 0 that have theirs

@@ -39,21 +39,7 @@ Given: TypeAlias = Indexed | Callable[[int], object] | None
 class Inputs:
     """What the cell gets at each step: from a tensor with time first, a sequence, a function.
 
-    Parameters
-    ----------
-    given : Tensor, sequence, callable or None
-    steps : int or None
-        Of a function; of a shorter run than the sequence.
-
-    Attributes
-    ----------
-    made : bool
-        Whether each call makes a new x_t.
-    has_values : bool
-        Whether some x_t held anything but tensors, such as the length of a loop.
-    repeated : list of Tensor
-        Given tensors that require gradients and stand at several steps, or in state 0 too:
-        parameters of the cell.
+    The number of steps is that of a function, or of a shorter run than the sequence.
 
     Raises
     ------
@@ -71,13 +57,13 @@ class Inputs:
             raise ArgumentError(f"the sequence has {self.steps!r} steps; at least 1 is needed")
         if length is not None and self.steps > length:
             raise ArgumentError(f"n_steps={steps}, but inputs has {length}")
-        self.made = not (given is None or isinstance(given, Tensor)) and type(given) not in (
-            list,
-            tuple,
-        )
+        # Whether each call makes a new x_t.
+        self.made = type(given) not in (list, tuple) and not isinstance(given, Tensor | None)
+        # Given tensors that require gradients and stand at several steps, or in state 0 too:
+        # parameters of the cell.
         self.repeated: list[Tensor] = []
         self._most_bytes: int | None = None  # of x_t that each call makes
-        self.has_values = False
+        self.has_values = False  # whether some x_t held other than tensors, as a loop's length
         self._allowed: set[int] | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[tuple[Tensor, int]] = []
@@ -184,14 +170,7 @@ class Inputs:
         return any(tensor._version != version for tensor, version in self._versions)
 
     def at(self, t: int, leaves: Taken | None = None) -> object:
-        """Return x_t.
-
-        Parameters
-        ----------
-        t : int
-        leaves : list, optional
-            Gets the places and tensors that stand for those that require gradients.
-        """
+        """Return x_t; `leaves` gets what stands for those that require gradients, with places."""
         if self.made:
             return self._anew(t)
         if self.given is None:
@@ -282,20 +261,10 @@ class Inputs:
 
 
 class InputGradients:
-    """Room for the gradients of `Inputs.tensors()`, filled chunk by chunk.
-
-    Parameters
-    ----------
-    inputs : Inputs
-
-    Attributes
-    ----------
-    whole : Tensor or None
-        Of an input with time first.
-    """
+    """Room for the gradients of `Inputs.tensors()`, filled chunk by chunk."""
 
     def __init__(self, inputs: Inputs) -> None:
-        self.whole: Tensor | None = None
+        self.whole: Tensor | None = None  # of an input with time first
         if isinstance(inputs.given, Tensor) and inputs.tensors():
             self.whole = torch.zeros_like(inputs.given)
         self._found: list[Tensor | None] = [None] * len(inputs.tensors())

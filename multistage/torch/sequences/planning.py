@@ -119,7 +119,7 @@ def _key(given: Computation, kind: StepKind, survey: Survey) -> object:
         identity(given.cells.each[kind.cell]),
         facts.states[kind.before],
         facts.states[kind.after],
-        survey.x_kind_of(kind),
+        survey.x_kind(kind.first),
         kind.x_kinds,
         kind.ys,
         kind.differentiable,

@@ -26,17 +26,11 @@ _V = TypeVar("_V")
 
 @dataclass(slots=True)
 class Known:
-    """A plan, and the nodes and bytes of the steps it was made for.
-
-    Attributes
-    ----------
-    weighed : bool
-        Whether graphs were seen to hold to given costs.
-    """
+    """A plan, and the nodes and bytes of the steps it was made for."""
 
     plan: UnrollPlan
     weight: tuple[int, int, int]
-    weighed: bool = False
+    weighed: bool = False  # whether graphs were seen to hold to given costs
 
     def holds(self, weight: tuple[int, int, int], limit: int | None) -> bool:
         """Whether the plan is right for steps of some weight, where so much memory is free."""

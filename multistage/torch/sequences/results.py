@@ -52,23 +52,10 @@ class Unrolled(Generic[State_co, Outputs_co]):
 
 
 class Collector:
-    """Reduces what the cell returns at each step besides its state.
+    """Reduces what the cell returns at each step of a window besides its state.
 
-    Parameters
-    ----------
-    facts : Facts
-    window : (int, int)
-        The steps that are run.
-    mode : {"stack", "sum", "last"}, None or callable
-        For what is no loss; see `multistage.torch.unroll`.
-    fused : bool
-    graph : bool
-        Whether the results are to carry a graph.
-
-    Attributes
-    ----------
-    steps : int
-        Those that return y.
+    What is no loss is reduced by the mode; see `multistage.torch.unroll`.  With `graph` the
+    results carry a graph.
     """
 
     def __init__(
@@ -81,7 +68,7 @@ class Collector:
         graph: bool = False,
     ) -> None:
         self._facts, self._start = facts, window[0]
-        self.steps = window[1] - window[0]
+        self.steps = window[1] - window[0]  # those that return y
         self._order: dict[int, int] | None = None  # steps that return y, where not all do
         if facts.y_spec is not None and any(kind.y_spec is None for kind in facts.kinds):
             speaking = [t for t in range(*window) if facts.kind(t).y_spec is not None]

@@ -224,20 +224,9 @@ def _late(
 class Sweep:
     """One sequence, forward and backward; lives as long as the graph it is part of.
 
-    Parameters
-    ----------
-    chain : ThroughTime
-    leaves : sequence of Tensor
-        Of state 0.
-    schedule : callable
-        Returns a fresh schedule.
-    executor : Executor
-        Of the chain; its store, the slow tier, is closed.
-    bars : Bars
-    record : Layout, optional
-        What the store is opened for.
-    late : (Late, callable), optional
-        What is asked where the tier is late; what is called when a sweep went on without it.
+    It starts from the leaves of state 0; `schedule` returns a fresh schedule.  The executor's
+    store, the slow tier, is closed, and opened for `record`.  `late` is what is asked where the
+    tier is late, and what is called when a sweep went on without it.
     """
 
     def __init__(

@@ -36,13 +36,8 @@ _TRAINING = {"training", "train"}
 class Samples:
     """The chunks of one sequence that are looked at more closely.
 
-    Parameters
-    ----------
-    number : int or None
-        Of the sequence, among those of its cell; None to look at all chunks, whatever it is.
-    chunks : int
-    watch : bool
-        Whether a dispatch mode may see the operations: compiled cells run otherwise then.
+    The number is that of the sequence among those of its cell; None looks at all chunks.  With
+    `watch` a dispatch mode may see the operations: compiled cells run otherwise then.
     """
 
     def __init__(self, number: int | None, chunks: int, *, watch: bool = True) -> None:
@@ -68,10 +63,7 @@ class Samples:
 class Watch(TorchDispatchMode):
     """Sees what a chunk writes to that is neither its own nor known.
 
-    Parameters
-    ----------
-    known : iterable of Tensor
-        Those that it may write to, as the caller sees to it: buffers, state, inputs.
+    It may write to buffers, the state and inputs, as the caller sees to it.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:

@@ -36,14 +36,8 @@ from .hooks import hooks_on, refuse_hooks_on_parameters
 class Surroundings:
     """What a cell depends on beside its state and inputs, over one sequence.
 
-    Parameters
-    ----------
-    cells : Cells
-    facts : Facts
-    generators : Generators
-        The cell may draw from.
-    involved : sequence of Tensor
-        State, inputs and parameters: their devices' settings count.
+    The settings that count are those of the devices of the tensors that are involved: state,
+    inputs and parameters.
     """
 
     def __init__(

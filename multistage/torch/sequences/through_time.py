@@ -42,27 +42,16 @@ _REMEDY = "give the sizes as they are, or no costs to have them measured"
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """Steps of a sequence, what is around them, and what becomes of their outputs.
-
-    Attributes
-    ----------
-    cells, facts, inputs, around
-    device : torch.device
-        Where the states lie.
-    settings : Settings
-    outputs : {"stack", "sum", "last"}, callable or None
-    steps : (int, int)
-        Those that are run.
-    """
+    """Steps of a sequence, what is around them, and what becomes of their outputs."""
 
     cells: Cells
     facts: Facts
     inputs: Inputs
     around: Surroundings
-    device: torch.device
+    device: torch.device  # where the states lie
     settings: Settings
     outputs: Outputs
-    steps: tuple[int, int]
+    steps: tuple[int, int]  # those that are run
 
     def states(self, leaves: Sequence[Tensor]) -> TensorStates:
         """Return what states are made of, of which one has these leaves; names for messages."""
@@ -72,32 +61,15 @@ class Computation:
 
 @dataclass(slots=True)
 class Chunk:
-    """A chunk that was run.
+    """A chunk that was run."""
 
-    Attributes
-    ----------
-    given, leaves : list of Tensor
-        The states before and after it.
-    begun : int
-        Sequence number of autograd's first node in it; 0 without a graph.
-    repeated : bool
-        Whether it was run before.
-    collector : Collector or None
-        Gets the outputs of a first run.
-    watch : Watch or None
-        Of what it has written to.
-    xs : list of (place, Tensor)
-        The leaves that stand for inputs that require gradients.
-    ys : list of (t, leaves of y)
-    """
-
-    given: list[Tensor]
-    begun: int
-    repeated: bool
-    collector: Collector | None
-    watch: Watch | None = None
-    leaves: list[Tensor] = field(default_factory=list)
-    xs: Taken = field(default_factory=list)
+    given: list[Tensor]  # the state before it
+    begun: int  # sequence number of autograd's first node in it; 0 without a graph
+    repeated: bool  # whether it was run before
+    collector: Collector | None  # of the outputs of a first run
+    watch: Watch | None = None  # of what it has written to
+    leaves: list[Tensor] = field(default_factory=list)  # of the state after it
+    xs: Taken = field(default_factory=list)  # leaves that stand for inputs
     ys: Ys = field(default_factory=list)
     _versions: list[int] = field(default_factory=list)
 
@@ -124,30 +96,17 @@ class Chunk:
 
 
 class Graph:
-    """The tape of a chunk: its graph, which goes when the chunk is reversed.
-
-    Attributes
-    ----------
-    held : list
-        Its nodes, then the chunk: a list lets its last item go first.
-    walked : Walked or None
-        Whose nodes those are; None of a chunk that is reversed as soon as it has run.
-    unknown : list of Tensor
-        Leaves that are neither its own nor parameters.
-    chosen : list of int
-        The parameters that the graph uses.
-    entry : Sums
-        Of those, made after the graph: by its thread, wherever backward is called from.
-    """
+    """The tape of a chunk: its graph, which goes when the chunk is reversed."""
 
     __slots__ = ("chosen", "entry", "held", "unknown", "walked")
-    chosen: list[int]
-    entry: Sums
+    chosen: list[int]  # the parameters that the graph uses
+    entry: Sums  # of those, made after the graph: by its thread, wherever backward is called from
 
     def __init__(self, chunk: Chunk) -> None:
+        # Its nodes, then the chunk: a list lets its last item go first.
         self.held: list[Any] = [chunk]
-        self.walked: Walked | None = None
-        self.unknown: list[Tensor] = []
+        self.walked: Walked | None = None  # whose nodes they are; None if reversed at once
+        self.unknown: list[Tensor] = []  # leaves that are neither its own nor parameters
 
 
 class ThroughTime:
@@ -159,20 +118,10 @@ class ThroughTime:
     tapes are held, the graphs of chunks, and which ones from the forward sweep on is the
     plan's choice, as in a chain of stages.
 
-    Parameters
-    ----------
-    given : Computation
-    cuts : sequence of int
-        The first time step of each chunk, and behind the last that of what is not run, or a
-        number beyond all steps.
-    costs : StageCosts, optional
-        Of the chunks, where they were given: states must not take more.
-
-    Attributes
-    ----------
-    weighs : bool
-        Whether graphs must not take more than `costs` say, either.  To see what they take
-        every operation is looked at, so that a kind of sequence is weighed once.
+    Chunk k ends where chunk k + 1 begins, and the last at the last cut or the last step.  With
+    `costs`, those of the chunks as they were given, states must not take more; where it
+    `weighs`, nor must graphs: to see what they take every operation is looked at, so that a
+    kind of sequence is weighed once.
     """
 
     in_place = False
