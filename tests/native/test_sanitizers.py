@@ -26,7 +26,6 @@ CALLERS = (
     "test_joint_bound",
 )
 LONG = (
-    "twelve_orders",
     "true_sizes",
     "theorem_1",
     "too_long",

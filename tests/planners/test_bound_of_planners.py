@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,18 +87,6 @@ def test_the_bound_falls_with_every_resource(costs: Costs, slots: int, n: int) -
         costs.action_s,
     )
     assert lower_bound(more, slots, n) <= bound_s
-
-
-@settings(max_examples=200, deadline=None)
-@given(costs=any_costs(), slots=st.integers(1, 6), n=st.integers(2, 200))
-def test_the_bound_is_the_least_over_all_numbers_of_reads(costs: Costs, slots: int, n: int) -> None:
-    from multistage.planners.bound import _Stored
-
-    driver_s = (2 * n + 1) * costs.action_s
-    stored = _Stored(costs, n, max(0, n - 2 - slots), driver_s)
-    tiers = [tier for tier in costs.tiers if tier.capacity_states != 0]
-    every = [stored.total_s(r, tiers) for r in range(stored.missing + 1) if r == 0 or tiers]
-    assert stored.least_s() == pytest.approx(min(every))
 
 
 def test_auto_ranks_the_hierarchical_planners_over_several_tiers() -> None:

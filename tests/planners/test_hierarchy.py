@@ -478,9 +478,6 @@ def test_auto_finds_mixed_storage_and_predicts_right() -> None:
     assert chosen <= {*RANKED, "mixed"}
 
 
-# ------------------------------------------------------------------------ the peers
-
-
 # --------------------------------------------------------------------------- limits
 
 

@@ -17,12 +17,9 @@ from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS, Plan, plan
 from multistage.planners.streaming.interval import (
-    _over,
     interval,
-    interval_schedule,
     shortest_interval,
 )
-from multistage.planners.streaming.online import _Levels, checkpoints_after
 from multistage.planners.streaming.reserve import Reservation
 from multistage.planners.streaming.streaming import Form, _forms, ring_prediction, timed
 from multistage.planners.streaming.sweep import Sweep
@@ -43,14 +40,14 @@ def one_tier() -> st.SearchStrategy[Tier]:
     )
 
 
-def costs(actions: bool = True) -> st.SearchStrategy[Costs]:
+def costs() -> st.SearchStrategy[Costs]:
     return st.builds(
         Costs,
         st.just(1.0),
         st.sampled_from([0.0, 0.5, 1.0, 3.0]),
         tape_step_s=st.sampled_from([None, None, 1.0, 1.4]),
         tiers=st.tuples(one_tier()),
-        action_s=st.sampled_from([0.0, 0.0, 0.01, 0.3] if actions else [0.0]),
+        action_s=st.sampled_from([0.0, 0.0, 0.01, 0.3]),
     )
 
 
@@ -92,37 +89,6 @@ def test_the_kernel_moves_single_positions(
     depth = costs.tiers[0].queue_depth
     sweep = Sweep(slots, 3.0, tail, depth, extra=data.draw(steps), skip=data.draw(steps))
     same(timed(sweep, costs, n), simulate(sweep.schedule(n), n, costs, slots))
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    costs=costs(actions=False),
-    slots=st.integers(1, 12),
-    n=st.integers(2, 90),
-    length=st.integers(1, 30),
-)
-def test_the_closed_form_of_intervals_is_exact(
-    costs: Costs, slots: int, n: int, length: int
-) -> None:
-    tier = costs.tiers[0]
-    if not tier.write_s <= length < n or (tier.capacity_states or n) < -(-n // length):
-        return
-    if tier.capacity_states == 0:
-        return
-    found = _over(costs, slots, n, length)
-    run = simulate(interval_schedule(length, slots, tier.queue_depth, n), n, costs, slots)
-    assert found.makespan_s == pytest.approx(run.makespan_s)
-    assert found.stall_s == pytest.approx(run.stall_s, abs=1e-9 * run.makespan_s)
-    assert found.forward_steps == run.forward_steps
-    assert (found.writes, found.reads) == (run.writes, run.reads)
-
-
-def test_checkpoints_of_unknown_length_have_a_closed_form() -> None:
-    for slots in range(1, 8):
-        levels = _Levels(slots)
-        for step in range(1, 300):
-            levels.place(step)
-            assert checkpoints_after(slots, step).tolist() == levels.positions
 
 
 # ------------------------------------------------------------- long problems

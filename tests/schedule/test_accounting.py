@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import pytest
+from replays import actions_of
 
 from multistage.actions import (
     Action,
@@ -324,12 +325,38 @@ def test_a_byte_less_than_the_peak_is_refused_and_changes_nothing(
         pytest.fail("the limit was exceeded in silence")
 
 
-def test_a_run_of_stages_needs_two_states_at_a_time() -> None:
-    costs = StageCosts(tuple(Stage("a", 1, 1, size, size, 0, 3) for size in (10, 100, 90, 4)), 5)
-    rules = Rules.in_bytes(costs)
-    rules.apply(Advance(0, 4), None)
-    assert rules.memory.peak_bytes == 5 + 100 + 90 + 3
-    assert rules.memory.resident_bytes == 5 + 4
+def stages(*sizes: tuple[int, int], first: int = 0) -> StageCosts:
+    """Return a chain by the bytes of its outputs and tapes."""
+    return StageCosts(tuple(Stage("a", 1, 1, *each, 0, 3) for each in sizes), first)
+
+
+PAIR = stages((100, 130), (1, 7))
+
+
+@pytest.mark.parametrize(
+    ("costs", "actions", "resident"),
+    [
+        # A run of stages needs two states at a time, and nothing of them after.
+        (stages((10, 10), (100, 100), (90, 90), (4, 4), first=5), "0>4", 5 + 4),
+        # An evicted state leaves though a tape starts from it,
+        (stages((100, 100), (1, 1)), "0>1 S1 P1 T1 E1", 1),
+        # but stays with a tape of the reverse sweep, until that is reversed,
+        (PAIR, "0>1 S1 P1 1>2 | L1 T1 E1", 100 + 7),
+        (PAIR, "0>1 S1 P1 1>2 | L1 T1 E1 R1", 0),
+        # as does the state in an evicted tape.
+        (PAIR, "T0 P0t 1>2 | L1 T1 E0t", 100 + 7),
+    ],
+)
+def test_bytes_of_what_leaves_and_what_stays(
+    costs: StageCosts, actions: str, resident: int
+) -> None:
+    rules, memory = Rules.in_bytes(costs), Memory(costs)
+    for action in actions_of(actions):
+        rules.apply(action, 0 if isinstance(action, Put) else True)
+        memory.apply(action)
+    assert rules.memory.resident_bytes == memory.resident() == resident
+    if actions == "0>4":
+        assert rules.memory.peak_bytes == 5 + 100 + 90 + 3
 
 
 def test_a_tier_counts_bytes() -> None:
@@ -356,37 +383,6 @@ def test_a_tape_needs_the_state_it_starts_from() -> None:
         [*gone, Get(0, tape=True), Await(1), Reverse(1), Reverse(0), Drop(0, tape=True)],
         costs=costs,
     )
-
-
-def test_an_evicted_state_leaves_though_a_tape_starts_from_it() -> None:
-    costs = StageCosts((Stage("a", 1, 1, 100, 100), Stage("b", 1, 1, 1, 1)))
-    rules = Rules.in_bytes(costs)
-    for action in (Advance(0, 1), Save(1), Put(1), Tape(1), Evict(1)):
-        rules.apply(action, 0 if isinstance(action, Put) else True)
-    assert rules.memory.resident_bytes == 1
-
-
-def test_an_evicted_state_stays_while_a_tape_of_the_reverse_sweep_starts_from_it() -> None:
-    costs = StageCosts((Stage("a", 1, 1, 100, 130), Stage("b", 1, 1, 1, 7)))
-    rules, memory = Rules.in_bytes(costs), Memory(costs)
-    first = [Advance(0, 1), Save(1), Put(1), Advance(1, 2), EndForward()]
-    for action in (*first, Load(1), Tape(1), Evict(1)):
-        rules.apply(action, 0 if isinstance(action, Put) else True)
-        memory.apply(action)
-    assert rules.memory.resident_bytes == memory.resident() == 100 + 7 + 1
-    rules.apply(Reverse(1), None)  # the tape still has the state it starts from
-    assert rules.memory.resident_bytes == 100
-
-
-def test_the_state_in_an_evicted_tape_stays_while_a_tape_of_the_reverse_sweep_starts_from_it() -> (
-    None
-):
-    costs = StageCosts((Stage("a", 1, 1, 100, 130), Stage("b", 1, 1, 1, 7)))
-    rules = Rules.in_bytes(costs)
-    first = [Tape(0), Put(0, tape=True), Advance(1, 2), EndForward()]
-    for action in (*first, Load(1), Tape(1), Evict(0, tape=True)):
-        rules.apply(action, 0 if isinstance(action, Put) else True)
-    assert rules.memory.resident_bytes == 100 + 7 + 1
 
 
 def test_a_tape_of_the_reverse_sweep_is_not_written() -> None:
