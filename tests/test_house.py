@@ -166,11 +166,7 @@ BARS = {
     "files_under_60": 4,
     "import_lines": 3218,
     "twins": 0,
-<<<<<<< HEAD
-    "test_lines": 50_130,
-=======
-    "test_lines": 50_042,
->>>>>>> dc4e4f8 (Say some bytes, plans and refusals of the planners once)
+    "test_lines": 50_051,
 }
 
 
