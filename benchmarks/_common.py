@@ -134,14 +134,28 @@ def interleaved(runs: dict[str, Callable[[], float]], repeats: int) -> dict[str,
     return samples
 
 
-def child(module: str, task: dict[str, Any], environment: dict[str, str] | None = None) -> Any:
-    """Run `python -m module --child TASK` in a fresh process; return the JSON it prints last."""
+def child(
+    module: str,
+    task: dict[str, Any],
+    environment: dict[str, str] | None = None,
+    stop_s: float | None = None,
+) -> Any:
+    """Run `python -m module --child TASK` in a fresh process; return the JSON it prints last.
+
+    Raises
+    ------
+    subprocess.CalledProcessError
+        If it fails.
+    subprocess.TimeoutExpired
+        If it takes longer than `stop_s`.
+    """
     done = subprocess.run(
         [sys.executable, "-m", module, "--child", json.dumps(task)],
         env={**os.environ, **(environment or {})},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
+        timeout=stop_s,
     )
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import pickle
 import random
 import statistics
+import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import multistage.torch as mst
 from benchmarks import _zoo_cells, _zoo_models
@@ -36,30 +38,27 @@ class Way:
     Attributes
     ----------
     module : nn.Module
-    outputs : callable
-        Runs forward; returns the outputs that require gradients.
+    call : callable
+        Runs forward; what it returns holds the outputs.
     given : list of Tensor
         Inputs.
-    is_model : bool
-        Whether limits count the inputs (models); of cells they do not.
-    sums_bytes : int
-        Of gradients of parameters on their way, which limits do not count and the meter
-        does: autograd adds up those of a parameter that is used more than once.
+    beside : int
+        Bytes that limits count and the meter does not: inputs of models, less gradients of
+        parameters on their way, which autograd adds up where a parameter is used again.
     limit : callable
         The limit in bytes it runs under, once it has run.
     """
 
     module: nn.Module
-    outputs: Callable[[], list[Tensor]]
+    call: Callable[[], Any]
     given: list[Tensor]
-    is_model: bool
-    sums_bytes: int
+    beside: int
     limit: Callable[[], int] = lambda: 0
 
     def step(self) -> list[Tensor]:
         """Run forward and backward; return the outputs."""
-        outs = self.outputs()
-        torch.autograd.backward(outs, [_weights(o).clone() for o in outs])
+        outs = [t for t in pytree.tree_leaves(self.call()) if _wants(t)]
+        torch.autograd.backward(outs, [_adjoint(o).clone() for o in outs])
         return [o.detach() for o in outs]
 
     def seconds(self) -> float:
@@ -77,8 +76,7 @@ class Way:
             meter.ignore([*self.given, *parameters, *self.module.buffers(), *_known.values()])
             meter.ignore(t.grad for t in [*parameters, *self.given] if t.grad is not None)
             self.step()
-        inputs = sum(t.nbytes for t in self.given) if self.is_model else 0
-        return meter.peak_bytes + inputs - self.sums_bytes
+        return meter.peak_bytes + self.beside
 
 
 class _Meter(Meter):
@@ -93,7 +91,7 @@ class _Meter(Meter):
 _known: dict[Any, Tensor] = {}
 
 
-def _weights(out: Tensor) -> Tensor:
+def _adjoint(out: Tensor) -> Tensor:
     """Return the gradient that an output gets: the same for every way."""
     key = tuple(out.shape), out.dtype
     if key not in _known:
@@ -102,38 +100,38 @@ def _weights(out: Tensor) -> Tensor:
     return _known[key]
 
 
+def _wants(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 def trained(way: Way) -> dict[str, Any]:
     """Train two steps from one seed; return everything that must be the same."""
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
+    parameters = dict(way.module.named_parameters())
+    inputs = {f"input {number}": t for number, t in enumerate(way.given)}
     found: dict[str, Any] = {}
     for step in range(2):
-        for tensor in [*way.module.parameters(), *way.given]:
+        for tensor in [*parameters.values(), *way.given]:
             tensor.grad = None
         for number, out in enumerate(way.step()):
             found[f"output {number} of step {step}"] = out.clone()
-        for number, tensor in enumerate(way.given):
-            found[f"gradient of input {number} in step {step}"] = _cloned(tensor.grad)
-        for name, parameter in way.module.named_parameters():
-            found[f"gradient of {name} in step {step}"] = _cloned(parameter.grad)
+        for name, tensor in [*inputs.items(), *parameters.items()]:
+            grad = tensor.grad
+            found[f"gradient of {name} in step {step}"] = None if grad is None else grad.clone()
         with torch.no_grad():
-            for parameter in way.module.parameters():
+            for parameter in parameters.values():
                 if parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=1e-2)
-    for name, buffer in way.module.named_buffers():
-        found[f"buffer {name}"] = buffer.clone()
+    found |= {f"buffer {name}": buffer.clone() for name, buffer in way.module.named_buffers()}
     found["torch's generator"] = torch.get_rng_state()
     found["Python's generator"] = random.getstate()
     found["NumPy's generator"] = pickle.dumps(np.random.get_state())
     return found
 
 
-def _cloned(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
-
-
-def differs(known: dict[str, Any], found: dict[str, Any]) -> str:
+def differing(known: dict[str, Any], found: dict[str, Any]) -> str:
     """Return the first thing that differs and how much; "" if nothing."""
     if known.keys() != found.keys():
         return f"{sorted(known.keys() ^ found.keys())[0]} is there on one side alone"
@@ -144,119 +142,102 @@ def differs(known: dict[str, Any], found: dict[str, Any]) -> str:
                 return key
         elif a.shape != b.shape or a.dtype != b.dtype:
             return f"{key}: {list(a.shape)} {a.dtype}, not {list(b.shape)} {b.dtype}"
-        elif not torch.equal(a, b) and not _equal_with_nan(a, b):
+        elif not torch.equal(a.nan_to_num(nan=7.5), b.nan_to_num(nan=7.5)):
             return f"{key}: {(a.double() - b.double()).abs().max() / a.double().abs().max():.1e}"
     return ""
-
-
-def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
-    return a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 # ------------------------------------------------------------------------ ways
 
 
-def _wanting(tree: Any) -> list[Tensor]:
-    leaves = pytree.tree_leaves(tree)
-    return [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-
-
-def _used_again(way: Way) -> int:
-    """Return the bytes of parameters that one forward uses more than once."""
-    uses: Counter[nn.Parameter] = Counter()
-
-    def count(module: nn.Module, *_: Any) -> None:
-        uses.update(module.parameters(recurse=False))
-
-    for module in way.module.modules():
-        module.register_forward_pre_hook(count)
-    way.outputs()
-    return sum(parameter.nbytes for parameter, n in uses.items() if n > 1)
-
-
 class ModelWays:
-    """How a model is trained.
-
-    Attributes
-    ----------
-    began : float
-        When a copy of it was there to be prepared last, in seconds of the process.
-    """
+    """How a model is trained: plainly, captured, within a limit, by other means."""
 
     def __init__(self, name: str) -> None:
         self.module, self.x = _zoo_models.build(name)
         if isinstance(self.x, Tensor):
             self.x.requires_grad_()
         self.given = [t for t in pytree.tree_leaves(self.x) if isinstance(t, Tensor)]
-        self._sums = 0
-        self._sums = _used_again(self.plain())
-        self.began = 0.0
+        self._beside = sum(t.nbytes for t in self.given) - self._used_again()
 
-    def _called(self, call: Any) -> list[Tensor]:
-        if isinstance(self.x, Tensor):
-            return _wanting(call(self.x))
-        return _wanting(call(**self.x))
+    def _used_again(self) -> int:
+        """Return the bytes of parameters that one forward uses more than once."""
+        uses: Counter[nn.Parameter] = Counter()
+        module = copy.deepcopy(self.module)
+        for each in module.modules():
+            each.register_forward_pre_hook(lambda m, _: uses.update(m.parameters(recurse=False)))
+        self._called(module)
+        return sum(parameter.nbytes for parameter, n in uses.items() if n > 1)
+
+    def _called(self, call: Any) -> Any:
+        return call(self.x) if isinstance(self.x, Tensor) else call(**self.x)
+
+    def _way(self, module: nn.Module, call: Any = None, **more: Any) -> Way:
+        call = module if call is None else call  # some have a length that they do not tell
+        return Way(module, lambda: self._called(call), self.given, self._beside, **more)
 
     def plain(self) -> Way:
         """Return plain training of a copy."""
-        module = copy.deepcopy(self.module)
-        return Way(module, lambda: self._called(module), self.given, True, self._sums)
+        return self._way(copy.deepcopy(self.module))
 
-    def reference(self) -> Way:
+    def captured(self) -> Way:
         """Return training of a copy that TorchDynamo captured and that runs as it is."""
         module = copy.deepcopy(self.module)
-        call = torch.compile(module, backend="eager", fullgraph=True, dynamic=False)
-        return Way(module, lambda: self._called(call), self.given, True, self._sums)
+        return self._way(
+            module, torch.compile(module, backend="eager", fullgraph=True, dynamic=False)
+        )
 
-    def ours(self, memory: int | float) -> Way:
-        """Return training of a copy within a limit."""
-        torch.compiler.reset()
+    def ours(self, memory: int | float) -> tuple[Way, float]:
+        """Return training of a copy within a limit, and the seconds of its first forward."""
         module = copy.deepcopy(self.module)
-        self.began = time.process_time()
+        began = time.process_time()
         compiled = mst.compile(module, memory=memory)
         self._called(compiled)
+        took_s = time.process_time() - began
         module.load_state_dict(self.module.state_dict())
+        return self._way(module, compiled, limit=lambda: compiled.plan.memory_bytes), took_s
 
-        def limit() -> int:
-            assert compiled.plan is not None and compiled.plan.memory_bytes is not None
-            return compiled.plan.memory_bytes
+    def others(self) -> dict[str, Callable[[], Way]]:
+        """Return other means."""
+        return {"checkpoint": self._checkpointed, "checkpoint_sequential": self._sequential}
 
-        return Way(module, lambda: self._called(compiled), self.given, True, self._sums, limit)
-
-    def checkpointed(self) -> Way:
-        """Return training by the library's own checkpointing of blocks."""
+    def _checkpointed(self) -> Way:
         module: Any = copy.deepcopy(self.module)
-        if not _has_checkpointing(module):
-            raise NotImplementedError("the library has no checkpointing for it")
-        return Way(module, lambda: self._called(module), self.given, True, self._sums)
+        try:
+            if hasattr(module, "gradient_checkpointing_enable"):
+                module.gradient_checkpointing_enable({"use_reentrant": False})
+            else:
+                module.set_grad_checkpointing(True)
+        except (AssertionError, AttributeError, ValueError, NotImplementedError):
+            raise NotImplementedError("the library has none for it") from None
+        return self._way(module)
+
+    def _sequential(self) -> Way:
+        module, inside = copy.deepcopy(self.module), set[nn.Module]()
+        for each in module.modules():
+            if type(each) is nn.Sequential and len(each) > 1 and each not in inside:
+                inside.update(each.modules())
+                each.forward = _in_segments(each)  # type: ignore[method-assign]
+        if not inside:
+            raise NotImplementedError("the model has no nn.Sequential")
+        return self._way(module)
 
 
-def _has_checkpointing(module: Any) -> bool:
-    try:
-        if hasattr(module, "gradient_checkpointing_enable"):
-            module.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            module.set_grad_checkpointing(True)
-    except (AssertionError, AttributeError, ValueError, NotImplementedError):
-        return False
-    return True
+def _in_segments(module: nn.Sequential) -> Callable[..., Any]:
+    children = list(module)
+    segments = math.ceil(math.sqrt(len(children)))
+    return lambda x: checkpoint_sequential(children, segments, x, use_reentrant=False)
 
 
 class CellWays:
-    """How a cell is trained over a sequence.
-
-    Attributes
-    ----------
-    began : float
-        When a copy of it was there to be prepared last, in seconds of the process.
-    """
+    """How a cell is trained over a sequence."""
 
     def __init__(self, name: str) -> None:
         self.module, start = _zoo_cells.CELLS[name]()
         self.state = pytree.tree_map(lambda t: t.requires_grad_(), start)
         self.x = torch.randn(STEPS, _zoo_cells.BATCH, _zoo_cells.WIDTH)
         self.given = [*pytree.tree_leaves(self.state), self.x]
-        self._sums, self.began = sum(p.nbytes for p in self.module.parameters()), 0.0
+        self._beside = -sum(p.nbytes for p in self.module.parameters())
 
     def _steps(self, module: Any, state: Any, start: int, stop: int) -> Any:
         total: Any = None
@@ -268,33 +249,35 @@ class CellWays:
     def plain(self) -> Way:
         """Return plain training of a copy."""
         module = copy.deepcopy(self.module)
+        call = lambda: self._steps(module, self.state, 0, STEPS)[1]  # noqa: E731
+        return Way(module, call, self.given, self._beside)
 
-        def outputs() -> list[Tensor]:
-            return [self._steps(module, self.state, 0, STEPS)[1]]
+    captured = plain
 
-        return Way(module, outputs, self.given, False, self._sums)
-
-    def ours(self, memory: int | float) -> Way:
-        """Return training of a copy within a limit."""
+    def ours(self, memory: int | float) -> tuple[Way, float]:
+        """Return training of a copy within a limit, and the seconds of its first step."""
         module = copy.deepcopy(self.module)
-        self.began = time.process_time()
         limits: list[int] = []
 
-        def outputs() -> list[Tensor]:
+        def call() -> Any:
             out = mst.unroll(module, self.state, self.x, memory=memory)
-            assert out.loss is not None and out.plan is not None
+            assert out.plan is not None
             limits.append(out.plan.memory_bytes)
-            return [out.loss]
+            return out.loss
 
-        outputs()[0].backward()  # so that what comes once is not part of a step
+        way = Way(module, call, self.given, self._beside, lambda: limits[-1])
+        took_s = way.seconds()  # so that what comes once is not part of a step
         module.load_state_dict(self.module.state_dict())
-        return Way(module, outputs, self.given, False, self._sums, lambda: limits[-1])
+        return way, took_s
 
-    def checkpointed(self) -> Way:
-        """Return training by checkpointed chunks of the square root of the steps."""
+    def others(self) -> dict[str, Callable[[], Way]]:
+        """Return other means."""
+        return {"checkpoint": self._checkpointed}
+
+    def _checkpointed(self) -> Way:
         module, size = copy.deepcopy(self.module), math.ceil(math.sqrt(STEPS))
 
-        def outputs() -> list[Tensor]:
+        def call() -> Any:
             total: Any = None
             state = self.state
             for start in range(0, STEPS, size):
@@ -303,9 +286,9 @@ class CellWays:
                     self._steps, module, state, start, stop, use_reentrant=False
                 )
                 total = loss if total is None else total + loss
-            return [total]
+            return total
 
-        return Way(module, outputs, self.given, False, self._sums)
+        return Way(module, call, self.given, self._beside)
 
 
 # --------------------------------------------------------------------- one record
@@ -316,87 +299,84 @@ def run(name: str, seed: int, repeats: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    record: dict[str, Any] = {"name": name, "points": []}
+    record: dict[str, Any] = {"name": name, "points": [], "others": {}}
     kind, _, short = name.partition(" ")
     try:
-        ways: Any = CellWays(short) if kind == "cell" else ModelWays(name)
+        ways = CellWays(short) if kind == "cell" else ModelWays(name)
     except ImportError as error:
         return {**record, "reason": _said(error)}
     plain = ways.plain()
     known = trained(plain)
-    if different := differs(known, trained(ways.plain())):
+    if different := differing(known, trained(ways.plain())):
         return {**record, "reason": f"plain training itself is not deterministic: {different}"}
-    if kind != "cell":  # what a user of torch.compile trains with
-        found = trained(ways.reference())
-        record["asks"] = differs(known, found)
-        known = found
+    found = trained(ways.captured())  # what a user of torch.compile trains with
+    record["asks"], known = differing(known, found), found
     plain_bytes = record["plain_bytes"] = plain.peak_bytes()
     record["plain_s"] = statistics.median(plain.seconds() for _ in range(3))
     for limit in LIMITS:
         point: dict[str, Any] = {"limit": limit}
         record["points"].append(point)
         try:
-            ours = ways.ours(limit)
-            if "prepare_s" not in record:
-                record["prepare_s"] = time.process_time() - ways.began
-                # Of which one step was run.
-                record["prepare_s"] = max(0.0, record["prepare_s"] - record["plain_s"])
-            point["differs"] = differs(known, trained(ours))
+            ours, took_s = ways.ours(limit)
+            # Of which one step was run.
+            record.setdefault("prepare_s", max(0.0, took_s - record["plain_s"]))
+            point["differs"] = differing(known, trained(ours))
             point["over_limit"] = ours.peak_bytes() / ours.limit()
-            pairs = [(plain.seconds(), ours.seconds()) for _ in range(repeats)]
-            point["over_plain"] = least_over_least(pairs)
-            point["seconds"] = [list(pair) for pair in pairs]
-        except BudgetError as error:
-            point["reason"] = _said(error)
-            if (least := least_of(str(error))) is not None:
-                point["least"] = least / plain_bytes
+            point["over_plain"], point["seconds"] = in_turns(plain, ours, repeats)
         except Exception as error:  # whatever a model raises is what the table tells
-            point["reason"] = _said(error)
+            point |= _failed(error, plain_bytes)
     record["reason"] = next((p["reason"] for p in record["points"] if "reason" in p), "")
-    record["checkpoint"] = _beside_checkpoint(ways, plain, plain_bytes, repeats)
+    for kind, other in ways.others().items():
+        record["others"][kind] = _beside(ways, other, plain, plain_bytes, repeats)
     return record
 
 
-def least_over_least(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the ratio of the least seconds of two ways that ran in turns.
+def in_turns(one: Way, other: Way, repeats: int) -> tuple[float, list[tuple[float, float]]]:
+    """Return the ratio of the least seconds of two ways that ran in turns, and all seconds.
 
     What else a machine does can only add seconds.
-
-    Examples
-    --------
-    >>> least_over_least([(1.0, 3.0), (2.0, 1.5), (1.25, 2.0)])
-    1.5
     """
-    return min(b for _, b in pairs) / min(a for a, _ in pairs)
+    pairs = [(one.seconds(), other.seconds()) for _ in range(repeats)]
+    return min(b for _, b in pairs) / min(a for a, _ in pairs), pairs
 
 
-def _beside_checkpoint(ways: Any, plain: Way, plain_bytes: int, repeats: int) -> dict[str, Any]:
-    """Return how torch's checkpointing does, and how we do at its peak."""
-    found: dict[str, Any] = {}
+def _beside(
+    ways: ModelWays | CellWays,
+    make: Callable[[], Way],
+    plain: Way,
+    plain_bytes: int,
+    repeats: int,
+) -> dict[str, Any]:
+    """Return how other means do, and how we do at their peak."""
     try:
-        torchs = ways.checkpointed()
-        peak = torchs.peak_bytes()
-        pairs = [(plain.seconds(), torchs.seconds()) for _ in range(repeats)]
+        other = make()
+        peak = other.peak_bytes()
+        over_plain, _ = in_turns(plain, other, repeats)
     except Exception as error:
         return {"reason": _said(error)}
-    found["peak_over_plain"] = peak / plain_bytes
-    found["over_plain"] = least_over_least(pairs)
+    found: dict[str, Any] = {"peak_over_plain": peak / plain_bytes, "over_plain": over_plain}
     try:
-        ours = ways.ours(peak)
+        ours, _ = ways.ours(peak)
         ours.step()
-        pairs = [(torchs.seconds(), ours.seconds()) for _ in range(repeats)]
-    except BudgetError as error:
-        least = least_of(str(error))
-        found["refused"] = "refused" + (f": at least {least / peak:.2f} of it" if least else "")
-        return found
+        found["over_it"], found["seconds"] = in_turns(other, ours, repeats)
     except Exception as error:
-        found["refused"] = _said(error)
-        return found
-    found["over_checkpoint"] = least_over_least(pairs)
-    found["seconds"] = [list(pair) for pair in pairs]
+        failed = _failed(error, peak)
+        least = f": at least {failed['least']:.2f} of it" if "least" in failed else ""
+        found["refused"] = f"refused{least}" if least else failed["reason"]
     return found
+
+
+def _failed(error: Exception, whole_bytes: int) -> dict[str, Any]:
+    """Return why, and of a limit that was refused the smallest, over some bytes."""
+    least = least_of(str(error)) if isinstance(error, BudgetError) else None
+    return {"reason": _said(error), **({"least": least / whole_bytes} if least else {})}
 
 
 def _said(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:300]
+    name = "" if isinstance(error, NotImplementedError) else f"{type(error).__name__}: "
+    return f"{name}{text}"[:300]
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(**json.loads(sys.argv[-1]))))
