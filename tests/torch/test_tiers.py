@@ -894,7 +894,7 @@ def test_tiers_go_with_the_optimal_planner() -> None:
 
 
 def test_the_cost_of_hooks_is_measured_with_plain_gradients() -> None:
-    stages = [hooking._Small() for _ in range(hooking._STAGES)]
+    stages = [functools.partial(hooking._small, nn.Linear(4, 4)) for _ in range(hooking._STAGES)]
     x = torch.ones(2, 4, requires_grad=True)
     names = [str(k) for k in range(len(stages))]
     profile = measure_stages(stages, names, x, seconds=0.0)
