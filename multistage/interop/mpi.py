@@ -45,6 +45,7 @@ from ..model.chain import Chain
 from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..planners import Plan, Planner
+from ..planners.base import BUFFERS
 from ..report import Report
 from ..reversing.arguments import Arguments
 from ..reversing.sweeps import Sweeps
@@ -260,6 +261,7 @@ class MPIReversal(Generic[State, Adjoint]):
         self._agreed = _Agreed(ranks, tiered=own is not None)
         self._progress = ranks.rank == 0 and is_shown(progress)
         self._layout: Layout | None = None
+        self._limit: tuple[int | None, int] = None, 0  # bytes, and of them buffers
         self._sweeps: Sweeps[State, Adjoint] | None = None  # None until all ranks have agreed
         self._n_steps = n_steps
         self._ready = self._closed = False
@@ -282,7 +284,8 @@ class MPIReversal(Generic[State, Adjoint]):
     @property
     def plan(self) -> Plan | None:
         """The plan of the last sweep, the same on every rank."""
-        return self._agreed.plan
+        made, (limit_bytes, buffers) = self._agreed.plan, self._limit
+        return None if made is None else made.within(limit_bytes, {BUFFERS: buffers})
 
     @property
     def costs(self) -> Costs | None:
@@ -533,6 +536,7 @@ class MPIReversal(Generic[State, Adjoint]):
                 self._agreed.costs = self._durable.costs
         buffers = 0 if store is None else store.buffer_bytes(layout)
         slots = min(ranks.gather(lambda: budget.slots_for(layout.nbytes, buffers)))
+        self._limit = budget.bytes, buffers
         # Where one rank's states are new, the costs of all are.
         if not all(ranks.gather(lambda: self._agreed.costs is not None)):
             self._agreed.costs = None

@@ -27,6 +27,8 @@ Planner: TypeAlias = "Callable[[Costs, int, int | None], Plan]"
 Subject = Literal["schedule", "timeline", "trade-off"]
 
 MOST_STEPS = 1 << 40
+# What a limit pays for beside a plan: see `Plan.reserved`.
+BUFFERS, NOT_USED = "buffers of the tiers", "not used"
 FORMAT = "multistage-plan-2"
 
 
@@ -95,6 +97,8 @@ class Plan:
         tier: the plans "no tier" and "every tape to the tier", where they fit.
     why : str
         Why it was chosen.
+    reserved : mapping
+        What the limit that the user gave pays for beside the plan, in bytes by name; see `within`.
     seal : tuple
         What `planners.ranking.sealing` vouches for; see `sealed`.
     given_up : int
@@ -135,6 +139,7 @@ class Plan:
     parameters: Mapping[str, float | int | str] = field(default_factory=dict, hash=False)
     candidates: tuple[Plan, ...] = field(default=(), repr=False)
     why: str = ""
+    reserved: Mapping[str, int] = field(default_factory=dict, hash=False)
     seal: tuple[object, ...] = field(default=(), repr=False, compare=False)
     given_up: int = field(default=0, compare=False)
 
@@ -230,6 +235,26 @@ class Plan:
 
     def _vouched(self) -> tuple[object, ...]:
         return self.make, self.actions, self.n_steps, self.memory_bytes, self.costs
+
+    def within(self, limit_bytes: int | None, reserved: Mapping[str, int]) -> Self:
+        """Return the plan of a limit in bytes, of which so much was reserved before planning.
+
+        `memory_bytes` and all of `Plan.reserved` are the limit together: what else the planner
+        was not given, such as a part of a slot, is "not used".  What is negative is in
+        `memory_bytes`, though the limit does not pay for it.
+
+        Examples
+        --------
+        >>> from multistage import plan
+        >>> made = plan(Costs(1.0, 2.0, state_bytes=100), 1050, 100, buffer_bytes=300)
+        >>> made.memory_bytes, made.reserved
+        (700, {'buffers of the tiers': 300, 'not used': 50})
+        """
+        if limit_bytes is None or self.memory_bytes is None:
+            return self
+        left = limit_bytes - sum(reserved.values()) - self.memory_bytes
+        named = {**reserved, NOT_USED: left}.items()
+        return replace(self, reserved={name: nbytes for name, nbytes in named if nbytes})
 
     @property
     def tier(self) -> Tier | None:
@@ -482,13 +507,20 @@ class Plan:
             given_up = f"tapes given up in the last run, as their writes were late: {self.given_up}"
         tiers = (f"tier {tier}" for tier in self.tiers)
         lines = [*self.costs.facts(), *tiers, "", self.table(), "", f"lower bound {bound}"]
-        lines += filter(None, (self.note, self.why, given_up))
+        lines += filter(None, (self.note, self.why, given_up, self._reservations()))
         if not self.actions:
             return lines
         headers, rows = self.stage_rows()
         align = ("right", "left", "left", "right", *("right" for _ in headers[4:]))
         table = tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
         return [*lines, "", table]
+
+    def _reservations(self) -> str:
+        if not self.reserved or self.memory_bytes is None:
+            return ""
+        limit = format_bytes(self.memory_bytes + sum(self.reserved.values()))
+        parts = (f"{name} {format_bytes(nbytes)}" for name, nbytes in self.reserved.items())
+        return f"limit {limit}, of which {', '.join(parts)}, plan {format_bytes(self.memory_bytes)}"
 
     def stage_rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Return what becomes of each stage, as the headers and rows of a table."""
@@ -519,6 +551,7 @@ class Plan:
             "memory_bytes": self.memory_bytes,
             "lower_bound_s": self.lower_bound_s,
             "why": self.why,
+            "reserved": dict(self.reserved),
             "candidates": [candidate._facts() for candidate in self.candidates],
             "tiers": [tier.to_dict() for tier in self.tiers],
             "costs": self.costs.to_dict(),

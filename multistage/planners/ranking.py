@@ -31,7 +31,7 @@ from ..model.tier import Tier
 from ..support.progress import counting
 from ..support.units import format_seconds
 from ..support.values import MOST, several, shown, whole
-from .base import Plan, Planner, require_steps
+from .base import BUFFERS, Plan, Planner, require_steps
 from .chain.at_once import ChainPlanner
 from .chain.joint_bound import joint_lower_bound
 from .chain.table import default_threads
@@ -163,7 +163,8 @@ def plan(
     """
     require_costs(costs)
     room = whole(buffer_bytes, "buffer_bytes")
-    slots = Budget.parse(memory).slots_for(costs.state_bytes, room)
+    budget, reserved = Budget.parse(memory), {BUFFERS: room}
+    slots = budget.slots_for(costs.state_bytes, room)
     n = require_steps(n_steps, planner)
     if not isinstance(planner, str) or planner != "auto":
         if not isinstance(planner, str) or planner not in PLANNERS:
@@ -171,7 +172,7 @@ def plan(
                 f"planner {shown(planner)} is not known; "
                 f"choose 'auto' or one of {', '.join(PLANNERS)}"
             )
-        return PLANNERS[planner](costs, slots, n)
+        return PLANNERS[planner](costs, slots, n).within(budget.bytes, reserved)
     plans: list[Plan] = []
     refused: list[str] = []
     names = (
@@ -187,7 +188,7 @@ def plan(
                 refused.append(f"Left out: {error}.")
             tick(name)
     plans.sort(key=lambda candidate: candidate.makespan_s)
-    best = plans[0]
+    best = plans[0].within(budget.bytes, reserved)
     return replace(best, candidates=tuple(plans), why="\n".join([_why(plans), *refused]))
 
 
@@ -230,6 +231,16 @@ def read_plan(data: Mapping[str, object]) -> Plan:
     ScheduleError
         Naming the first action that is illegal or exceeds `memory_bytes`.
     """
+    return replace(_planned_again(data), reserved=_reserved(data.get("reserved", {})))
+
+
+def _reserved(data: object) -> dict[str, int]:
+    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
+        raise ArgumentError(f"reserved={shown(data)} must map names to bytes")
+    return {name: whole(nbytes, f"reserved[{name!r}]", -MOST) for name, nbytes in data.items()}
+
+
+def _planned_again(data: Mapping[str, object]) -> Plan:
     planner, memory = data["planner"], data["memory_bytes"]
     if data["actions"]:
         return _read_listed(data, None if memory is None else whole(memory, "memory_bytes"))

@@ -34,6 +34,7 @@ from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..planners import Plan
+from ..planners.base import BUFFERS
 from ..planners.chain.joint_core import require_core
 from ..planners.chain.pieces import PersistentPlanner, chain_plan, survey
 from ..schedule.rules import Rules
@@ -56,6 +57,8 @@ from .streamed import (
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
 
+# What the plan counts and the limit does not pay for.
+BESIDE = "the input and the largest step, beside the limit"
 # A plan is made again when times that differ from its own are such a part of all.
 _DRIFT = 0.3
 # Uniform states are planned step by step where times differ so many times, and that is
@@ -251,6 +254,10 @@ class Unequal(Generic[State, Adjoint]):
                 self._rates = self._first_rates = measured_rates(store, probe_bytes(costs))
             rates = bounded(self._rates, store, costs)
         self.plan, self.stale = chain_plan(costs, room, self._planner, rates), False
+        if (limit := self._budget.bytes) is not None:
+            assert self.plan.memory_bytes is not None
+            more = self.plan.memory_bytes - room
+            self.plan = self.plan.within(limit, {BUFFERS: limit - room, BESIDE: -more})
         written = sum(isinstance(action, Put) for action in self.plan.actions)
         self.tier = self.late = None
         if written and store is not None:

@@ -33,6 +33,7 @@ from ..model.chain import Chain
 from ..model.costs import NOT_KEPT, Costs
 from ..model.tier import Tier
 from ..planners import PLANNERS, Plan, online_schedule, plan
+from ..planners.base import BUFFERS
 from ..planners.chain.pieces import MOST_AT_ONCE
 from ..planners.ranking import sealing
 from ..planners.streaming.online import durable_online_schedule, durable_plan, resumed_schedule
@@ -80,7 +81,7 @@ class Uniform(Generic[State, Adjoint]):
         self.plan: Plan | None = None
         self.resumed: Resumed | None = None
         self._layout: Layout | None = None
-        self._slots = 0
+        self._slots = self._buffers = 0
         self._stale = False  # the plan rests on costs that were seen to be others
         self._timed: Metered[State, Adjoint] | None = None  # the first sweep, step by step
         self._looked = False  # at the step times of the first sweep
@@ -145,8 +146,8 @@ class Uniform(Generic[State, Adjoint]):
         """
         given = self._arguments
         layout = given.states.layout(state)
-        buffers = sum(store.buffer_bytes(layout) for store in given.stores)
-        self._slots = given.budget.slots_for(layout.nbytes, buffers)
+        self._buffers = sum(store.buffer_bytes(layout) for store in given.stores)
+        self._slots = given.budget.slots_for(layout.nbytes, self._buffers)
         if self._layout is None or not layout.same_as(self._layout):
             if executor is not None:
                 executor.abort()  # a sweep in progress still holds the caller's arrays
@@ -293,8 +294,10 @@ class Uniform(Generic[State, Adjoint]):
         if not isinstance(planner, str):
             return planned(planner, costs, slots, n_steps)
         if self._arguments.durable is not None and planner == "auto":
-            return sealing(durable_plan)(costs, slots, n_steps)
-        return plan(costs, Budget(slots=slots), n_steps, planner, progress=self._bars.shown)
+            made = sealing(durable_plan)(costs, slots, n_steps)
+        else:
+            made = plan(costs, Budget(slots=slots), n_steps, planner, progress=self._bars.shown)
+        return made.within(self._arguments.budget.bytes, {BUFFERS: self._buffers})
 
     def prospect(self) -> Plan:
         """Return the plan of the next sweep, of one step if its length is unknown."""

@@ -667,6 +667,7 @@ def test_sequential_trains_as_plain_with_a_tier(tier: str, tmp_path: Any) -> Non
     if tier in ("memory", "pinned"):
         assert any(isinstance(a, Put) for a in model.plan.actions)
         assert model.plan.peak_bytes <= model.plan.memory_bytes
+        assert model.plan.reserved["buffers of the tiers"] > 0
     for _ in range(2):
         fresh = deep()
         model.load_state_dict(fresh.state_dict())

@@ -301,6 +301,8 @@ def test_states_travel_to_a_tier(name: str, tier: str, tmp_path: Path) -> None:
     where = f"{tier}{tmp_path}?{SMALL}" if tier == "file:" else f"{tier}?{SMALL}"
     out = compare(name, memory="250 KiB", tiers=[where], planner="stream", chunk=1)
     assert out.plan is not None and out.plan.plan is not None and out.plan.plan.writes > 0
+    made = out.plan.plan
+    assert (made.memory_bytes or 0) + sum(made.reserved.values()) == 250 << 10
     del out
     gc.collect()
     assert list(tmp_path.iterdir()) == []

@@ -180,6 +180,9 @@ def test_through_a_slow_tier(name: str, tier: str, tmp_path: Path) -> None:
     where = f"{tier}{tmp_path}?{SMALL}" if tier == "file:" else tier + SMALL
     out = compare(name, 60, memory="180 KiB", tiers=[where], planner="stream", chunk=2)
     assert out.plan is not None and out.plan.plan is not None and out.plan.plan.writes > 0
+    made, reserved = out.plan.plan, out.plan.plan.reserved
+    assert (made.memory_bytes or 0) + sum(reserved.values()) == 180 << 10
+    assert reserved["buffers of the tiers"] > 0
     del out
     gc.collect()
     assert list(tmp_path.iterdir()) == []

@@ -524,7 +524,7 @@ def _refuse_unhooked(profile: Profile, plan: Plan) -> None:
 def _worth_changing(plan: Plan, found: Plan, tiered: Tiered) -> Plan:
     """Return a new plan, or the old one as the rates seen make it, if that is hardly slower."""
     old = Plan.judged(plan.planner, plan.stage_costs, plan.memory_bytes, plan.actions, tiered.rates)
-    old = replace(old, candidates=found.candidates)
+    old = replace(old, candidates=found.candidates, reserved=plan.reserved)
     return old if PAYS * old.makespan_s <= found.makespan_s and found.writes else found
 
 

@@ -15,6 +15,7 @@ from ...model.budget import memory_bytes
 from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
 from ...planners import Plan
+from ...planners.base import BUFFERS
 from ...planners.chain.at_once import OFFLOADING, beside
 from ...planners.chain.heterogeneous import plan_chain
 from ...support.units import format_bytes
@@ -105,7 +106,8 @@ def _best_with_tier(
                     "'file:///folder?buffers=1MiB'"
                 )
         try:
-            return _best(profiles, lambda costs: _streaming(costs, within, rates, tiered.slowdown))
+            found = _best(profiles, lambda costs: _streaming(costs, within, rates, tiered.slowdown))
+            return found[0], found[1].within(limit, {BUFFERS: buffers})
         except BudgetError as error:
             if not buffers or error.least_bytes is None:
                 raise

@@ -24,6 +24,7 @@ from ...model.costs import Costs
 from ...model.stages import StageCosts
 from ...model.tier import Tier
 from ...planners import Plan, plan
+from ...planners.base import BUFFERS
 from ...planners.chain.heterogeneous import plan_chain
 from ...planners.chain.joint_core import require_core
 from ...planners.chain.pieces import plan_within
@@ -241,6 +242,9 @@ class Equal:
         if tiers and not chosen.writes:
             return []
         peak = fixed + int(chosen.peak_slots * size)
+        buffers = self.buffer_bytes if tiers else 0
+        beside = {"the live state, its adjoint and a chunk's graph": fixed - buffers}
+        chosen = chosen.within(memory, {BUFFERS: buffers, **beside})
         return [Found(chosen.makespan_s, peak, name, sample.chunk, chosen)]
 
     def smallest(self) -> int | None:
@@ -343,6 +347,8 @@ class Unequal:
 
     def _entry(self, plan: Plan, planner: str, cuts: tuple[int, ...], buffers: int) -> Found:
         peak = plan.peak_bytes + self._held + buffers
+        reserved = {BUFFERS: buffers, "the last state, which the caller holds": self._held}
+        plan = plan.within(self._memory, reserved)
         longest = max(b - a for a, b in itertools.pairwise(cuts))
         return Found(plan.makespan_s, peak, planner, longest, plan, cuts)
 
