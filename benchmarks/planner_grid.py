@@ -18,9 +18,9 @@ from typing import Any
 
 from benchmarks._common import finish, from_tests, options
 from benchmarks._published import PUBLISHED
+from benchmarks.priced_bound import priced_bound
 from multistage import PLANNERS, Costs, Jitter, Tier, simulate
 from multistage.errors import ArgumentError
-from multistage.planners.bound import priced_bound
 
 SLOTS = (3, 5, 10, 20, 50)
 WRITES = (1.01, 1.5, 2.5, 4.0, 8.0, 20.0, 50.0)

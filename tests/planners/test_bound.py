@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from oracles.compiled import compiler
 from oracles.steps_exact import exact_makespan
 
+from benchmarks.priced_bound import Prices, priced_bound
 from multistage import native
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
-from multistage.planners.bound import Prices, lower_bound, priced_bound
+from multistage.planners.bound import lower_bound
 from multistage.planners.single.revolve import revolve
 from multistage.planners.single.segments import store_all
 from multistage.planners.streaming.streaming import streaming
