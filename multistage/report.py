@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from tabulate import tabulate
 
@@ -79,6 +80,7 @@ class TierUse:
         )
 
 
+Row: TypeAlias = tuple[str, str, str]
 _USE = ("tier", "capacity", "peak", "refused: full", "refused: busy", "lost")
 
 
@@ -166,72 +168,60 @@ class Report:
         """Measured over predicted makespan, minus one."""
         return self.makespan_s / self.plan.makespan_s - 1
 
-    def rows(self) -> list[tuple[str, str, str]]:
+    def rows(self) -> list[Row]:
         """Return the table's rows: what, predicted, measured."""
-        plan, counts, timeline = self.plan, self.counts, self.timeline
-        state_bytes = self.assumed.state_bytes
-        factor = f"{self.recompute_factor:.3f}" if self.complete else "-"
+        plan, counts, moved = self.plan, self.counts, self.timeline.bytes
+        nbytes = self.assumed.state_bytes
+
+        def row(what: str, form: Callable[[Any], str], *values: float | None) -> Row:
+            predicted, measured = ("-" if value is None else form(value) for value in values)
+            return what, predicted, measured
+
+        factor = self.recompute_factor if self.complete else None
         rows = [
-            ("makespan", format_seconds(plan.makespan_s), format_seconds(self.makespan_s)),
-            ("recompute factor", f"{plan.recompute_factor:.3f}", factor),
-            ("peak fast memory", format_bytes(plan.peak_bytes), format_bytes(self.peak_fast_bytes)),
-            ("states written", f"{plan.writes}", f"{counts.writes}"),
-            ("states read", f"{plan.reads}", f"{counts.reads}"),
-            (
-                "bytes written",
-                format_bytes(plan.writes * state_bytes),
-                format_bytes(timeline.bytes["write"]),
-            ),
-            (
-                "bytes read",
-                format_bytes(plan.reads * state_bytes),
-                format_bytes(timeline.bytes["read"]),
-            ),
-            ("stalls", format_seconds(plan.stall_s), format_seconds(counts.stall_s)),
+            row("makespan", format_seconds, plan.makespan_s, self.makespan_s),
+            row("recompute factor", "{:.3f}".format, plan.recompute_factor, factor),
+            row("peak fast memory", format_bytes, plan.peak_bytes, self.peak_fast_bytes),
+            row("states written", str, plan.writes, counts.writes),
+            row("states read", str, plan.reads, counts.reads),
+            row("bytes written", format_bytes, plan.writes * nbytes, moved["write"]),
+            row("bytes read", format_bytes, plan.reads * nbytes, moved["read"]),
+            row("stalls", format_seconds, plan.stall_s, counts.stall_s),
         ]
         if not self.complete:
             rows[1:1] = [
-                ("forward steps", f"{plan.forward_steps}", f"{counts.forward_steps}"),
-                ("adjoint steps", f"{plan.n_steps}", f"{counts.reverse_steps}"),
+                row("forward steps", str, plan.forward_steps, counts.forward_steps),
+                row("adjoint steps", str, plan.n_steps, counts.reverse_steps),
             ]
         if counts.refused or counts.lost or counts.recovered_steps:
             rows += [
                 ("offers refused", "", f"{counts.refused}"),
-                ("checkpoints lost", "0", f"{counts.lost}"),
-                ("steps recovered", "0", f"{counts.recovered_steps}"),
+                row("checkpoints lost", str, 0, counts.lost),
+                row("steps recovered", str, 0, counts.recovered_steps),
             ]
         return rows
 
-    def cost_rows(self) -> list[tuple[str, str, str]]:
+    def cost_rows(self) -> list[Row]:
         """Return the rows on costs: what, assumed, seen."""
-        assumed, seen = self.assumed, self.seen
-        moved = self.timeline.bytes
+        one, other, moved = self.assumed, self.seen, self.timeline.bytes
         rows = [
-            (
-                "forward step (T_A)",
-                format_seconds(assumed.forward_step_s),
-                format_seconds(seen.forward_step_s),
-            ),
-            (
-                "adjoint step (T_B)",
-                format_seconds(assumed.turn_s),
-                format_seconds(seen.turn_s) if self.counts.reverse_steps else "-",
-            ),
+            ("forward step (T_A)", one.forward_step_s, other.forward_step_s, True),
+            ("adjoint step (T_B)", one.turn_s, other.turn_s, bool(self.counts.reverse_steps)),
         ]
-        if assumed.tier is not None and seen.tier is not None:
+        if one.tier is not None and other.tier is not None:
             rows += [
                 (
                     "write of a state (T_W)",
-                    format_seconds(assumed.tier.write_s),
-                    format_seconds(seen.tier.write_s) if moved["write"] else "-",
+                    one.tier.write_s,
+                    other.tier.write_s,
+                    moved["write"] > 0,
                 ),
-                (
-                    "read of a state (T_R)",
-                    format_seconds(assumed.tier.read_s),
-                    format_seconds(seen.tier.read_s) if moved["read"] else "-",
-                ),
+                ("read of a state (T_R)", one.tier.read_s, other.tier.read_s, moved["read"] > 0),
             ]
-        return rows
+        return [
+            (what, format_seconds(assumed_s), format_seconds(seen_s) if was else "-")
+            for what, assumed_s, seen_s, was in rows
+        ]
 
     def __str__(self) -> str:
         tables: list[tuple[Sequence[tuple[str, ...]], tuple[str, ...]]] = [

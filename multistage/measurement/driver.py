@@ -62,16 +62,16 @@ def with_driver(costs: Costs, layout: Layout) -> Costs:
     with Opened(lambda: store.open(Layout.of(tiny)), store.close):
         executor: Executor[Any, Any] = Executor(chain, (store,))
         for _ in range(5):
-            actions = _Counted(sweep.schedule(steps))
+            actions = [0]  # forward, then in reverse
             began = time.perf_counter()
-            executor.forward(actions.counted(), tiny)
-            turned, forward_actions = time.perf_counter(), actions.count
+            executor.forward(_counted(sweep.schedule(steps), actions), tiny)
+            turned = time.perf_counter()
+            actions.append(0)
             executor.reverse(tiny)
             ended, counts = time.perf_counter(), executor.counts
-            actions_s = forward_actions * costs.action_s
-            writes.append((turned - began - actions_s) / counts.writes)
-            actions_s = (actions.count - forward_actions) * costs.action_s
-            reads.append((ended - turned - actions_s) / counts.reads)
+            forward_s, reverse_s = (count * costs.action_s for count in actions)
+            writes.append((turned - began - forward_s) / counts.writes)
+            reads.append((ended - turned - reverse_s) / counts.reads)
     write_s, read_s = max(0.0, settled(writes)), max(0.0, settled(reads))
     tiers = tuple(
         replace(
@@ -84,18 +84,11 @@ def with_driver(costs: Costs, layout: Layout) -> Costs:
     return replace(costs, tiers=tiers)
 
 
-class _Counted:
-    """Counts the actions of a schedule on their way through."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self.count = 0
-
-    def counted(self) -> Schedule:
-        """Yield the schedule's actions."""
-        answer: Answer = None
-        with contextlib.suppress(StopIteration):
-            while True:
-                action = self._schedule.send(answer)
-                self.count += 1
-                answer = yield action
+def _counted(schedule: Schedule, counts: list[int]) -> Schedule:
+    """Yield a schedule's actions, counted in the last of some numbers."""
+    answer: Answer = None
+    with contextlib.suppress(StopIteration):
+        while True:
+            action = schedule.send(answer)
+            counts[-1] += 1
+            answer = yield action

@@ -516,15 +516,7 @@ def _is_owned_elsewhere(leaves: Sequence[Array], views: Sequence[int], k: int) -
 
 
 class ArrayStates:
-    """Pytrees of NumPy arrays.
-
-    Parameters
-    ----------
-    in_place : bool
-        Whether steps overwrite the arrays of their state.
-    kind : type of Layout
-        Of their layouts.
-    """
+    """Pytrees of NumPy arrays; `in_place` if steps overwrite those of their state."""
 
     def __init__(self, in_place: bool, kind: type[Layout] = Layout) -> None:
         self._in_place, self._kind = in_place, kind
@@ -537,30 +529,17 @@ class ArrayStates:
 
 
 class VariedStates:
-    """Pytrees of NumPy arrays that differ from step to step.
-
-    Parameters
-    ----------
-    in_place : bool
-        Whether steps overwrite the arrays of their state.
-
-    Attributes
-    ----------
-    layouts : Layouts or None
-        Those of the sweep begun last.
-    """
+    """Pytrees of NumPy arrays that differ from step to step; `layouts` are of the last sweep."""
 
     def __init__(self, in_place: bool) -> None:
         self._in_place = in_place
         self.layouts: Layouts | None = None
 
     def layout(self, state: object) -> Layouts:
-        """Return layouts for a sweep from this state 0.  Raises StateError."""
         self.layouts = Layouts(state, self._in_place)
         return self.layouts
 
     def slots(self, layout: Layouts) -> VariedInPlace | VariedReferences:
-        """Return fast slots for states of these layouts."""
         return VariedInPlace(layout) if self._in_place else VariedReferences(layout)
 
 
