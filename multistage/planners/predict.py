@@ -1,15 +1,25 @@
-"""What a schedule of steps that are alike takes: counted, or extended from shorter ones."""
+"""What planners of steps that are alike share.
+
+Their drafts become plans by `planner`; what a schedule takes is counted, or extended from
+shorter ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
+from typing import NamedTuple, ParamSpec
 
 from ..actions import Schedule
+from ..errors import ArgumentError
 from ..model.costs import Costs
 from ..model.tier import Tier
 from ..schedule.simulation import Simulation, simulate
-from .base import Plan
+from ..support.values import shown, whole
+from .base import Plan, Planner, require_steps
+
+P = ParamSpec("P")
 
 # Steps that are simulated in full: some 20 000 actions, a tenth of a second.
 SIMULATED_STEPS = 4096
@@ -18,6 +28,88 @@ ACTIONS_PER_STEP = 4.5
 
 # Among so many numbers of periods one is found that is nearly whole.
 _PHASES = 1024
+
+
+class Draft(NamedTuple):
+    """What a planner of equal steps finds: a schedule, and what it is predicted to take."""
+
+    make: Callable[[], Schedule]
+    use: Simulation
+    note: str
+    parameters: Mapping[str, float | int | str] = {}
+
+    def plan(self, planner: str, costs: Costs, slots: int, n_steps: int) -> Plan:
+        """Return the plan of a planner for these costs, slots and steps."""
+        use = self.use
+        return Plan(
+            planner=planner,
+            costs=costs,
+            n_steps=n_steps,
+            memory_bytes=slots * costs.state_bytes,
+            make=self.make,
+            makespan_s=use.makespan_s,
+            forward_steps=use.forward_steps,
+            peak_bytes=round(use.peak_slots * costs.state_bytes),
+            writes=use.writes,
+            reads=use.reads,
+            stall_s=use.stall_s,
+            tiers=costs.tiers,
+            note=self.note,
+            parameters=dict(self.parameters),
+        )
+
+
+def planner(name: str) -> Callable[[Callable[[Costs, int, int], Draft | Plan]], Planner]:
+    """Return what makes a planner of a function that finds drafts, or plans of other planners.
+
+    Its arguments are checked, NumPy's integers made Python's; its plans have its name and are
+    sealed.
+    """
+
+    def planning(found_by: Callable[[Costs, int, int], Draft | Plan]) -> Planner:
+        @wraps(found_by)
+        def made(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+            require_costs(costs)
+            n, slots = require_steps(n_steps, name), whole(slots, "slots", 1)
+            found = found_by(costs, slots, n)
+            if isinstance(found, Plan):
+                return replace(found, planner=name)
+            return found.plan(name, costs, slots, n)
+
+        return sealing(made)
+
+    return planning
+
+
+def sealing(planner: Callable[P, Plan]) -> Callable[P, Plan]:
+    """Return a planner of this package whose plans are sealed, see `Plan.sealed`.
+
+    What is sealed must have been tested: the tests run every planner of
+    `PLANNERS` through `check`.
+    """
+
+    @wraps(planner)
+    def sealed(*args: P.args, **kwargs: P.kwargs) -> Plan:
+        made = planner(*args, **kwargs)
+        return replace(made, seal=made._vouched())
+
+    return sealed
+
+
+def require_costs(costs: Costs) -> None:
+    """Raise ArgumentError unless these are costs of uniform steps."""
+    if not isinstance(costs, Costs):
+        raise ArgumentError(
+            f"costs={shown(costs)} must be multistage.Costs; for stages that differ there is "
+            "plan_chain"
+        )
+    for tier in costs.tiers:
+        if tier.shared:
+            raise ArgumentError(
+                f"tier {shown(tier.name)} is one channel for both directions (shared), planners of "
+                "steps that are alike count on two; leave shared out, or plan "
+                "StageCosts.uniform(...) by plan_chain"
+            )
 
 
 @dataclass(slots=True)
@@ -83,18 +175,16 @@ def with_actions(
     return replace(use, makespan_s=run.makespan_s, stall_s=run.stall_s)
 
 
-def counted_plan(
-    planner: str,
+def counted(
     costs: Costs,
     slots: int,
     n_steps: int,
     make: Callable[[], Schedule],
     counts: Counts,
-    *,
     note: str,
-    parameters: Mapping[str, float | int | str] | None = None,
-) -> Plan:
-    """Return the plan of a schedule whose actions are counted.
+    parameters: Mapping[str, float | int | str],
+) -> Draft:
+    """Return the draft of a schedule whose actions are counted.
 
     Exact; with `costs.action_s`, which not even the actions of a slot are
     free of, exact up to `SIMULATED_STEPS` steps and close above.
@@ -102,9 +192,7 @@ def counted_plan(
     # Get, Await, Load, Free and Drop against the Save, Load and Free of a slot.
     actions = ACTIONS_PER_STEP * n_steps + 2 * (sum(counts.writes) + sum(counts.reads))
     use = with_actions(counts.take(costs, n_steps, actions), make, costs, slots, n_steps)
-    return Plan.predicted(
-        planner, costs, slots, n_steps, make, use, note=note, parameters=parameters
-    )
+    return Draft(make, use, note, parameters)
 
 
 def predict(

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, wraps
-from typing import ParamSpec, get_args
+from functools import lru_cache
+from typing import get_args
 
 from .. import native
 from ..errors import ArgumentError, BudgetError
@@ -36,6 +36,7 @@ from .chain.at_once import ChainPlanner
 from .chain.joint_bound import joint_lower_bound
 from .chain.table import default_threads
 from .files import actions_from_lists
+from .predict import require_costs
 from .single.revolve import pyrevolve, revolve
 from .single.segments import periodic, recursive, store_all
 from .streaming.interval import interval
@@ -46,68 +47,20 @@ from .synchronous.mixed import mixed, worth_trying
 from .synchronous.periodic_disk import periodic_disk
 from .synchronous.stumm_walther import stumm_walther
 
-P = ParamSpec("P")
-
-
-def sealing(planner: Callable[P, Plan]) -> Callable[P, Plan]:
-    """Return a planner of this package whose plans are sealed, see `Plan.sealed`.
-
-    What is sealed must have been tested: the tests run every planner of
-    `PLANNERS` through `check`.
-    """
-
-    @wraps(planner)
-    def sealed(*args: P.args, **kwargs: P.kwargs) -> Plan:
-        made = planner(*args, **kwargs)
-        return replace(made, seal=made._vouched())
-
-    return sealed
-
-
-def require_costs(costs: Costs) -> None:
-    """Raise ArgumentError unless these are costs of uniform steps."""
-    if not isinstance(costs, Costs):
-        raise ArgumentError(
-            f"costs={shown(costs)} must be multistage.Costs; for stages that differ there is "
-            "plan_chain"
-        )
-    for tier in costs.tiers:
-        if tier.shared:
-            raise ArgumentError(
-                f"tier {shown(tier.name)} is one channel for both directions (shared), planners of "
-                "steps that are alike count on two; leave shared out, or plan "
-                "StageCosts.uniform(...) by plan_chain"
-            )
-
-
-def _checked(planner: Planner) -> Planner:
-    """Return the planner with its arguments checked, NumPy's integers made Python's."""
-
-    @wraps(planner)
-    def checked(costs: Costs, slots: int, n_steps: int | None) -> Plan:
-        require_costs(costs)
-        return planner(costs, whole(slots, "slots", 1), n_steps)
-
-    return checked
-
-
 PLANNERS: dict[str, Planner] = {
-    name: sealing(_checked(planner))
-    for name, planner in {
-        "store-all": store_all,
-        "streaming": streaming,
-        "revolve": revolve,
-        "pyrevolve": pyrevolve,
-        "interval": interval,
-        "periodic": periodic,
-        "recursive": recursive,
-        "online": online,
-        "h-revolve": h_revolve,
-        "disk-revolve": disk_revolve,
-        "periodic-disk": periodic_disk,
-        "stumm-walther": stumm_walther,
-        "mixed": mixed,
-    }.items()
+    "store-all": store_all,
+    "streaming": streaming,
+    "revolve": revolve,
+    "pyrevolve": pyrevolve,
+    "interval": interval,
+    "periodic": periodic,
+    "recursive": recursive,
+    "online": online,
+    "h-revolve": h_revolve,
+    "disk-revolve": disk_revolve,
+    "periodic-disk": periodic_disk,
+    "stumm-walther": stumm_walther,
+    "mixed": mixed,
 }
 
 # Ranked by "auto".  Of equals the first wins.  pyrevolve is Revolve again, and
@@ -231,13 +184,11 @@ def read_plan(data: Mapping[str, object]) -> Plan:
     ScheduleError
         Naming the first action that is illegal or exceeds `memory_bytes`.
     """
-    return replace(_planned_again(data), reserved=_reserved(data.get("reserved", {})))
-
-
-def _reserved(data: object) -> dict[str, int]:
-    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
-        raise ArgumentError(f"reserved={shown(data)} must map names to bytes")
-    return {name: whole(nbytes, f"reserved[{name!r}]", -MOST) for name, nbytes in data.items()}
+    named = data.get("reserved", {})
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named):
+        raise ArgumentError(f"reserved={shown(named)} must map names to bytes")
+    reserved = {name: whole(nbytes, f"reserved[{name!r}]", -MOST) for name, nbytes in named.items()}
+    return replace(_planned_again(data), reserved=reserved)
 
 
 def _planned_again(data: Mapping[str, object]) -> Plan:

@@ -35,7 +35,7 @@ from ..model.tier import Tier
 from ..planners import PLANNERS, Plan, online_schedule, plan
 from ..planners.base import BUFFERS
 from ..planners.chain.pieces import MOST_AT_ONCE
-from ..planners.ranking import sealing
+from ..planners.predict import sealing
 from ..planners.streaming.online import durable_online_schedule, durable_plan, resumed_schedule
 from ..schedule.rules import Rules, each_judged
 from ..schedule.timeline import Timeline

@@ -69,36 +69,6 @@ def test_bounds_below_the_optimum_below_the_planners(n, slots, turn, write, read
 
 
 @pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
-def test_prices_tighten_where_the_tier_is_slow() -> None:
-    costs = Costs(1.0, 1.0, tiers=(Tier(write_s=20.0, read_s=20.0),))
-    assert priced_bound(costs, 3, 200) > 1.1 * lower_bound(costs, 3, 200)
-    assert priced_bound(costs, 3, 200) <= streaming(costs, 3, 200).makespan_s
-    # Slots at the turn have a price: without one the priced bound was the closed form here.
-    costs = Costs(1.0, 1.0, tiers=(Tier(write_s=50.0, read_s=50.0),))
-    assert priced_bound(costs, 10, 200) > 1.05 * lower_bound(costs, 10, 200)
-
-
-@pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
-@pytest.mark.parametrize(
-    ("n", "slots", "transfer", "gap"),
-    [(100, 3, 8.0, 0.062), (100, 5, 20.0, 0.06), (200, 3, 8.0, 0.065), (200, 3, 20.0, 0.08)],
-)
-def test_slots_taken_by_transfers_are_priced(
-    n: int, slots: int, transfer: float, gap: float
-) -> None:
-    costs = Costs(1.0, 1.0, tiers=(Tier(write_s=transfer, read_s=transfer),))
-    bound = priced_bound(costs, slots, n)
-    assert bound <= streaming(costs, slots, n).makespan_s <= (1 + gap) * bound
-
-
-@pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
-def test_the_live_state_is_no_slot() -> None:
-    """With one slot more the optimum was 19 % above the bound."""
-    costs = Costs(1.0, 1.0, tiers=(Tier(write_s=20.0, read_s=20.0),))
-    assert 1.09 * priced_bound(costs, 2, 10) > exact_makespan(costs, 2, 10) == 31
-
-
-@pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
 @pytest.mark.parametrize("at", [(0.0, 0.0, 0.0), (0.3, 0.05, 0.1), (0.1, 0.2, 0.02)])
 @pytest.mark.parametrize(("n", "slots"), [(2, 1), (5, 1), (9, 2), (14, 3)])
 def test_the_kernel_equals_its_twin(n: int, slots: int, at) -> None:

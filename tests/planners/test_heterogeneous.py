@@ -24,7 +24,7 @@ from multistage.planners.chain.heterogeneous import memory_curve, plan_chain, sm
 from multistage.planners.chain.memory import actions_of, use_of
 from multistage.planners.chain.sizes import Sizes
 from multistage.planners.chain.table import Table, judge, smallest
-from multistage.planners.synchronous.levels import Level, solve
+from multistage.planners.synchronous.hierarchy import Level, solve
 
 needs_native = pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
 

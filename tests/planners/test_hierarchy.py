@@ -26,7 +26,7 @@ from multistage.planners.single.binomial import (
     first_advance,
     nu,
 )
-from multistage.planners.synchronous.levels import Hierarchy, Level, Rows, solve
+from multistage.planners.synchronous.hierarchy import Hierarchy, Level, Rows, solve
 from multistage.planners.synchronous.mixed import solve_mixed, worth_trying
 from multistage.planners.synchronous.periodic_disk import asymptotic_period, best_period
 from multistage.planners.synchronous.stumm_walther import stumm_walther_schedule

@@ -17,7 +17,7 @@ from multistage.errors import ArgumentError, BudgetError, MultistageError, Sched
 from multistage.planners import pages
 from multistage.planners.chain.heterogeneous import memory_curve, smallest_memory
 from multistage.planners.chain.memory import use_of
-from multistage.planners.ranking import sealing
+from multistage.planners.predict import sealing
 from multistage.planners.streaming.online import durable_plan
 from tests.chain_schedules import MIXED, offload_all, small_chain
 

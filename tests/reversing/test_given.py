@@ -40,7 +40,7 @@ from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, Sch
 from multistage.execute import executor as execute
 from multistage.model.chain import FunctionChain, InPlaceChain
 from multistage.model.costs import NOT_KEPT
-from multistage.planners.ranking import sealing
+from multistage.planners.predict import sealing
 from multistage.planners.single.revolve import revolve_schedule
 
 N = 6

@@ -6,8 +6,8 @@ from seeded.mutant import faults
 
 FAULTS = faults("""
 planners/test_planners.py
-- (n - 1) * costs.tape_slots
-+ (n - 2) * costs.tape_slots
+- (n_steps - 1) * costs.tape_slots
++ (n_steps - 2) * costs.tape_slots
 
 planners/test_binomial.py
 - return r * length - beta(slots + 1, r - 1)
@@ -55,7 +55,7 @@ planners/test_corpus.py
 + tier.read_s / (step_s + turn_s)
 
 planners/test_planners.py
-- if min(predicted.makespan_s, paper.makespan_s) >= fallback.makespan_s:
+- if min(predicted.makespan_s, paper.makespan_s) >= fallback.use.makespan_s:
 + if False:
 
 planners/test_planners.py
@@ -107,10 +107,6 @@ planners/test_heterogeneous.py
 planners/test_planners.py
 - a + repeats * (a - b)
 + a + (repeats - 1) * (a - b)
-
-planners/test_bound.py
-- cheapest - room * max(keep_1, read) - write_2
-+ cheapest - write_2
 
 planners/test_binomial.py
 - return low + (high - low) / 2;

@@ -31,6 +31,7 @@ from ...model.costs import Costs
 from ...model.tier import Tier
 from ...planners import Plan, Planner
 from ...planners.base import require_steps
+from ...planners.predict import Draft
 from ...planners.streaming.overlap import overlap
 from ...schedule.rules import Rules
 from ...schedule.simulation import simulate
@@ -271,15 +272,9 @@ def _plan(
         )
 
     run = simulate(schedule(), n, costs, slots, checked=False)
-    return Plan.predicted(
-        name,
-        costs,
-        slots,
-        n,
-        schedule,
-        replace(run, peak_slots=min(slots, peak)),
-        note="A schedule of checkpoint_schedules; its transfers run beside the steps.",
-    )
+    note = "A schedule of checkpoint_schedules; its transfers run beside the steps."
+    draft = Draft(schedule, replace(run, peak_slots=min(slots, peak)), note)
+    return draft.plan(name, costs, slots, n)
 
 
 _KINDS = (Advance, Tape, Reverse, Save, Load, Free, Put, Get, Await, Drop, EndForward)

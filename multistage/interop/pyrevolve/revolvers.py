@@ -20,12 +20,11 @@ from ...model.costs import NOT_KEPT, Costs
 from ...model.tier import Tier
 from ...planners import PLANNERS, Plan, Planner
 from ...planners.base import require_steps
-from ...planners.ranking import sealing
+from ...planners.predict import sealing
 from ...planners.single.binomial import beta, forward_and_reverse, reverse_actions
 from ...planners.single.revolve import revolve
 from ...planners.streaming.overlap import on_tier, overlap
-from ...planners.synchronous.hierarchy import count_actions
-from ...planners.synchronous.levels import Level, solve
+from ...planners.synchronous.hierarchy import Level, count_actions, solve
 from ...report import Report
 from ...reversal import Reversal
 from ...support.values import whole

@@ -118,7 +118,10 @@ def plan_chain(
     _require_chain(costs)
     planner = _known(planner)
     resolution = whole_number(resolution, "resolution", 16, _MOST_SLOTS)
-    segments = _segments_for(planner, segments)
+    if segments is not None:
+        segments = whole_number(segments, "segments", 1)
+        if planner != "periodic":
+            raise ArgumentError("segments, at least 1, goes with planner 'periodic'")
     if threads is not None:
         threads = whole_number(threads, "threads", 0, _MOST_THREADS)
     rates = _tier_for(planner, tiers)
@@ -149,15 +152,6 @@ def _require_default(costs: StageCosts, resolution: int) -> None:
         f"{format_bytes(table_bytes(stages, resolution))} for {stages} stages, of which at most "
         f"{most_stages(resolution)} are planned with it; leave resolution out"
     )
-
-
-def _segments_for(planner: str, segments: int | None) -> int | None:
-    if segments is None:
-        return None
-    segments = whole_number(segments, "segments", 1)
-    if planner != "periodic":
-        raise ArgumentError("segments, at least 1, goes with planner 'periodic'")
-    return segments
 
 
 def _tier_for(planner: str, tiers: Tier | str | Sequence[Tier | str] | None) -> Tier | None:

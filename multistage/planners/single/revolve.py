@@ -7,15 +7,13 @@ counting taped ones.  The recompute factor grows with n without bound.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from ...actions import Advance, EndForward, Free, Load, Reverse, Save, Schedule, Tape
 from ...errors import ArgumentError
 from ...model.costs import Costs
 from ...schedule.simulation import Simulation
-from ..base import Plan, require_steps
-from ..predict import ACTIONS_PER_STEP, Counts
+from ..predict import ACTIONS_PER_STEP, Counts, Draft, planner
 from .binomial import forward_and_reverse, nu, reverse_actions
 
 
@@ -30,7 +28,8 @@ def revolve_schedule(slots: int, n_steps: int) -> Schedule:
     return forward_and_reverse(reverse_actions(0, n_steps, slots))
 
 
-def revolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+@planner("revolve")
+def revolve(costs: Costs, slots: int, n_steps: int) -> Draft:
     """Return the plan that uses the fast slots alone, optimally.
 
     Examples
@@ -39,22 +38,14 @@ def revolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     >>> plan.forward_steps, plan.makespan_s
     (3637, 5637.0)
     """
-    n = require_steps(n_steps, "revolve")
-    return Plan.predicted(
-        "revolve",
-        costs,
-        slots,
-        n,
-        partial(revolve_schedule, slots, n),
-        revolve_takes(costs, slots, n),
-        note="Revolve keeps everything in fast slots and recomputes the rest, optimally.",
-    )
+    note = "Revolve keeps everything in fast slots and recomputes the rest, optimally."
+    return plain_revolve(costs, slots, n_steps, "")._replace(note=note)
 
 
-def plain_revolve(planner: str, costs: Costs, slots: int, n_steps: int, why: str) -> Plan:
-    """Return Revolve's plan under the name of a planner that finds nothing to add to it."""
-    note = f"{why}: plain Revolve from the fast slots."
-    return replace(revolve(costs, slots, n_steps), planner=planner, note=note)
+def plain_revolve(costs: Costs, slots: int, n_steps: int, why: str) -> Draft:
+    """Return Revolve's draft, for a planner that finds nothing to add to it."""
+    make, use = partial(revolve_schedule, slots, n_steps), revolve_takes(costs, slots, n_steps)
+    return Draft(make, use, f"{why}: plain Revolve from the fast slots.")
 
 
 def pyrevolve_schedule(slots: int, n_steps: int) -> Schedule:
@@ -89,7 +80,8 @@ def pyrevolve_schedule(slots: int, n_steps: int) -> Schedule:
         yield Free(saved.pop())
 
 
-def pyrevolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+@planner("pyrevolve")
+def pyrevolve(costs: Costs, slots: int, n_steps: int) -> Draft:
     """Return the plan whose schedule comes from pyrevolve's core.
 
     Raises
@@ -97,7 +89,6 @@ def pyrevolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     ArgumentError
         If pyrevolve is not installed.
     """
-    n = require_steps(n_steps, "pyrevolve")
     try:
         import pyrevolve  # noqa: F401
     except ImportError as error:
@@ -105,9 +96,6 @@ def pyrevolve(costs: Costs, slots: int, n_steps: int | None) -> Plan:
             "planner 'pyrevolve' needs that package; "
             "pip install 'multistage-checkpointing[pyrevolve]'"
         ) from error
-    return replace(
-        revolve(costs, slots, n),
-        planner="pyrevolve",
-        make=partial(pyrevolve_schedule, slots, n),
-        note="Revolve as pyrevolve's own core schedules it.",
-    )
+    make = partial(pyrevolve_schedule, slots, n_steps)
+    note = "Revolve as pyrevolve's own core schedules it."
+    return Draft(make, revolve_takes(costs, slots, n_steps), note)

@@ -30,12 +30,13 @@ from ...errors import BudgetError
 from ...model.costs import NOT_KEPT, Costs
 from ...schedule.simulation import Simulation
 from ...support.arrays import Integers, Reals
-from ..base import MOST_STEPS, Plan, require_steps, store_all_schedule
-from ..predict import Counts
+from ..base import MOST_STEPS, store_all_schedule
+from ..predict import Counts, Draft, planner
 from .binomial import forward_and_reverse
 
 
-def store_all(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+@planner("store-all")
+def store_all(costs: Costs, slots: int, n_steps: int) -> Draft:
     """Return the plan that keeps every tape in fast memory.
 
     Raises
@@ -48,19 +49,14 @@ def store_all(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     >>> store_all(Costs(1.0, 2.0), slots=9, n_steps=10).makespan_s
     30.0
     """
-    n = require_steps(n_steps, "store-all")
-    peak = (n - 1) * costs.tape_slots
+    peak = (n_steps - 1) * costs.tape_slots
     if peak > slots and costs.tape_bytes >= NOT_KEPT:
         raise BudgetError("store-all keeps all tapes, and of these operators only one exists")
     if peak > slots:
         raise BudgetError(f"store-all needs {peak:g} fast slots, the budget has {slots}")
-    return Plan.predicted(
-        "store-all",
-        costs,
-        slots,
-        n,
-        partial(store_all_schedule, n),
-        Counts(n, n, peak_slots=peak).take(costs, n, 2 * n + 1),
+    return Draft(
+        partial(store_all_schedule, n_steps),
+        Counts(n_steps, n_steps, peak_slots=peak).take(costs, n_steps, 2 * n_steps + 1),
         note="Every tape stays in fast memory; nothing is recomputed.",
     )
 
@@ -137,7 +133,8 @@ def _seconds(costs: Costs, n: int, lengths: Integers) -> Reals:
     return seconds
 
 
-def periodic(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+@planner("periodic")
+def periodic(costs: Costs, slots: int, n_steps: int) -> Draft:
     """Return the plan with the fastest of the segment lengths that fit.
 
     More slots let more lengths fit, so that they never make the plan slower.
@@ -152,30 +149,25 @@ def periodic(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     >>> periodic(Costs(1.0, 2.0), slots=20, n_steps=100).parameters
     {'segments': 17, 'length': 6}
     """
-    n = require_steps(n_steps, "periodic")
     weight = costs.tape_slots
-    longest = min(n, int(slots / weight) + 2)
+    longest = min(n_steps, int(slots / weight) + 2)
     lengths = _lengths(longest)
-    peaks = _peaks(costs, n, lengths)
+    peaks = _peaks(costs, n_steps, lengths)
     fitting = peaks <= slots
     if not fitting.any() and costs.one_tape:
         raise BudgetError(ONE_TAPE.format("periodic"))
     if not fitting.any():
         raise BudgetError(
-            f"periodic needs about {2 * math.sqrt(n * weight):.0f} fast slots for {n} steps, the "
-            f"budget has {slots}"
+            f"periodic needs about {2 * math.sqrt(n_steps * weight):.0f} fast slots for {n_steps} "
+            f"steps, the budget has {slots}"
         )
-    seconds = np.where(fitting, _seconds(costs, n, lengths), math.inf)
+    seconds = np.where(fitting, _seconds(costs, n_steps, lengths), math.inf)
     at = int(seconds.argmin())
     length = int(lengths[at])
-    segments = -(-n // length)
-    forward_steps = n + (segments - 1) * (length - 1)
-    return Plan.predicted(
-        "periodic",
-        costs,
-        slots,
-        n,
-        partial(periodic_schedule, length, n),
+    segments = -(-n_steps // length)
+    forward_steps = n_steps + (segments - 1) * (length - 1)
+    return Draft(
+        partial(periodic_schedule, length, n_steps),
         Simulation(float(seconds[at]), forward_steps, peak_slots=float(peaks[at])),
         note=f"{segments} segments of {length} steps, each taped once more in reverse.",
         parameters={"segments": segments, "length": length},
@@ -282,7 +274,8 @@ def _counter(weight: float, state_is_tape: bool) -> _Counter:
     return count
 
 
-def recursive(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+@planner("recursive")
+def recursive(costs: Costs, slots: int, n_steps: int) -> Draft:
     """Return the plan of recursive segments with the branching that costs least.
 
     Raises
@@ -296,30 +289,25 @@ def recursive(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     >>> plan.parameters["branch"], plan.peak_slots <= 6
     (1, True)
     """
-    n = require_steps(n_steps, "recursive")
     weight = costs.tape_slots
     count = _counter(weight, costs.state_is_tape)
     found = []
     for branch in sorted({*range(1, min(slots, 64) + 1), slots} - {0}):
-        counts = count(n, slots, branch, True)
+        counts = count(n_steps, slots, branch, True)
         if counts is not None:
             taped = counts.taped + 1  # the last step's Tape, and EndForward, are two actions more
             takes = Counts(counts.advanced + taped, taped, peak_slots=counts.peak)
-            found.append((takes.take(costs, n, counts.actions + 2), branch))
+            found.append((takes.take(costs, n_steps, counts.actions + 2), branch))
     if not found and costs.one_tape:
         raise BudgetError(ONE_TAPE.format("recursive"))
     if not found:
         raise BudgetError(
-            f"recursive needs about {math.ceil(math.log2(n + 1))} fast slots for {n} steps, "
-            f"the budget has {slots}"
+            f"recursive needs about {math.ceil(math.log2(n_steps + 1))} fast slots for {n_steps} "
+            f"steps, the budget has {slots}"
         )
     use, branch = min(found, key=lambda entry: (entry[0].makespan_s, entry[1]))
-    return Plan.predicted(
-        "recursive",
-        costs,
-        slots,
-        n,
-        partial(_recursive_schedule, n, slots, branch, weight),
+    return Draft(
+        partial(_recursive_schedule, n_steps, slots, branch, weight),
         use,
         note=f"Segments are cut in {branch + 1} again and again until their tapes fit.",
         parameters={"branch": branch},

@@ -46,8 +46,8 @@ from ...actions import (
 from ...model.costs import Costs
 from ...schedule.simulation import Simulation
 from ...support.arrays import Reals
-from ..base import Plan, require_steps
-from ..predict import ACTIONS_PER_STEP, with_actions
+from ..base import Plan
+from ..predict import ACTIONS_PER_STEP, Draft, planner, with_actions
 from ..single.binomial import NuTable, nu, reverse_actions
 from ..single.revolve import plain_revolve
 
@@ -117,7 +117,8 @@ def interval_schedule(interval: int, slots: int, queue: int, n_steps: int) -> Sc
         yield Free(start)
 
 
-def interval(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+@planner("interval")
+def interval(costs: Costs, slots: int, n_steps: int) -> Draft:
     """Return the best plan of the paper's form: I = ceil(rho), or longer, or Revolve.
 
     Examples
@@ -128,19 +129,18 @@ def interval(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     >>> made.makespan_s, interval(slow_reads, 30, 1000).makespan_s
     (20982.0, 2931.0)
     """
-    n = require_steps(n_steps, "interval")
     why = "No interval pays, reaches the slow tier in time and fits there"
-    plain = plain_revolve("interval", costs, slots, n, why)
-    least = _least_length(costs, n)
-    if least >= n:
+    plain = plain_revolve(costs, slots, n_steps, why)
+    least = _least_length(costs, n_steps)
+    if least >= n_steps:
         return plain
-    lengths = _lengths(least, n)
-    seconds = _seconds(costs, slots, n, lengths)
-    made = _over(costs, slots, n, int(lengths[seconds.argmin()]))
+    lengths = _lengths(least, n_steps)
+    seconds = _seconds(costs, slots, n_steps, lengths)
+    made = _over(costs, slots, n_steps, int(lengths[seconds.argmin()]))
     if made.parameters["interval"] != least and costs.action_s:
         # With actions the closed form is an estimate: the shortest might be better.
-        made = min(_over(costs, slots, n, least), made, key=lambda plan: plan.makespan_s)
-    return made if made.makespan_s <= plain.makespan_s else plain
+        made = min(_over(costs, slots, n_steps, least), made, key=lambda each: each.use.makespan_s)
+    return made if made.use.makespan_s <= plain.use.makespan_s else plain
 
 
 def shortest_interval(costs: Costs, slots: int, n_steps: int) -> Plan | None:
@@ -159,7 +159,8 @@ def shortest_interval(costs: Costs, slots: int, n_steps: int) -> Plan | None:
     tier = costs.tier
     if n_steps < 2 or tier is None or tier.capacity_states == 0:
         return None
-    return _over(costs, slots, n_steps, min(n_steps, _least_length(costs, n_steps)))
+    draft = _over(costs, slots, n_steps, min(n_steps, _least_length(costs, n_steps)))
+    return draft.plan("interval", costs, slots, n_steps)
 
 
 def _least_length(costs: Costs, n_steps: int) -> int:
@@ -235,8 +236,8 @@ def _seconds(costs: Costs, slots: int, n: int, lengths: Reals) -> Reals:
     return seconds
 
 
-def _over(costs: Costs, slots: int, n: int, length: int) -> Plan:
-    """Return the plan with intervals of `length` steps."""
+def _over(costs: Costs, slots: int, n: int, length: int) -> Draft:
+    """Return the draft with intervals of `length` steps."""
     tier = costs.tier
     assert tier is not None
     starts = -(-n // length)
@@ -260,11 +261,7 @@ def _over(costs: Costs, slots: int, n: int, length: int) -> Plan:
         peak_slots=peak,
     )
     make = partial(interval_schedule, length, slots, tier.queue_depth, n)
-    return Plan.predicted(
-        "interval",
-        costs,
-        slots,
-        n,
+    return Draft(
         make,
         with_actions(use, make, costs, slots, n),
         note=f"State k * {length} is written; each interval is read back and reversed.",

@@ -41,8 +41,8 @@ from ...model.costs import Costs
 from ...model.tier import Tier
 from ...schedule.simulation import Simulation
 from ...support.arrays import Integers
-from ..base import Plan, require_steps
-from ..predict import ACTIONS_PER_STEP, Counts, with_actions
+from ..base import Plan
+from ..predict import ACTIONS_PER_STEP, Counts, Draft, planner, with_actions
 from ..single.binomial import beta, nu, repetitions, reverse_actions
 from ..single.revolve import revolve_takes
 from .reserve import Reservation
@@ -168,26 +168,22 @@ def _ring(costs: Costs, slots: int) -> Form:
     return min((least, *(replace(least, spacing=spacing) for spacing in wider)), key=taken)
 
 
-def online(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+@planner("online")
+def online(costs: Costs, slots: int, n_steps: int) -> Draft:
     """Return the plan an online schedule would follow were its length `n_steps`.
 
     The schedule itself never looks at `n_steps`; the figures do.
     """
-    n = require_steps(n_steps, "online (for its prediction)")
-    make = partial(online_schedule, costs, slots, partial(operator.eq, n))
+    make = partial(online_schedule, costs, slots, partial(operator.eq, n_steps))
     if costs.tier is not None:
-        run = ring_prediction(_ring(costs, slots), costs, slots, n)
+        run = ring_prediction(_ring(costs, slots), costs, slots, n_steps)
     else:
-        run = with_actions(_dynamic_takes(costs, slots, n), make, costs, slots, n)
-    return Plan.predicted(
-        "online",
-        costs,
-        slots,
-        n,
+        run = with_actions(_dynamic_takes(costs, slots, n_steps), make, costs, slots, n_steps)
+    return Draft(
         make,
         run,
         note="Needs no knowledge of the number of steps.",
-        parameters={"offline_steps": nu(n, slots) + 1},
+        parameters={"offline_steps": nu(n_steps, slots) + 1},
     )
 
 
@@ -265,16 +261,11 @@ def durable_plan(costs: Costs, slots: int, n_steps: int) -> Plan:
     if plan.writes:
         return plan
     sweep = _sweep(costs, slots, n_steps)
-    return Plan.predicted(
-        "streaming",
-        costs,
-        slots,
-        n_steps,
-        partial(sweep.schedule, n_steps),
-        ring_prediction(Form(sweep.spacing, None), costs, slots, n_steps),
-        note=f"Fast slots would do; a state is written every {sweep.spacing:.4g} steps to resume.",
-        parameters={"spacing": sweep.spacing, "tail": -1},
-    )
+    note = f"Fast slots would do; a state is written every {sweep.spacing:.4g} steps to resume."
+    use = ring_prediction(Form(sweep.spacing, None), costs, slots, n_steps)
+    parameters = {"spacing": sweep.spacing, "tail": -1}
+    draft = Draft(partial(sweep.schedule, n_steps), use, note, parameters)
+    return draft.plan("streaming", costs, slots, n_steps)
 
 
 def _with_tier(costs: Costs) -> Costs:

@@ -51,9 +51,9 @@ import numpy as np
 from ... import native
 from ...model.costs import Costs
 from ...schedule.simulation import Simulation, simulate
-from ..base import Plan, require_steps
+from ..base import Plan
 from ..bound import lower_bound
-from ..predict import SIMULATED_STEPS, extended, predict
+from ..predict import SIMULATED_STEPS, Draft, extended, planner, predict
 from ..single.binomial import beta, nu
 from ..single.revolve import plain_revolve
 from .interval import interval
@@ -365,7 +365,8 @@ def streaming_spacing(costs: Costs) -> float:
     return max(1.0, tier.write_s / step_s, (tier.read_s + step_s) / (step_s + turn_s))
 
 
-def streaming(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+@planner("streaming")
+def streaming(costs: Costs, slots: int, n_steps: int) -> Draft | Plan:
     """Return the streaming plan, or Revolve's where streaming cannot pay.
 
     Examples
@@ -376,15 +377,14 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     >>> round(plan.makespan_s / plan.n_steps, 2), round(plan.recompute_factor, 2)
     (3.75, 1.75)
     """
-    n = require_steps(n_steps, "streaming")
-    fallback = plain_revolve("streaming", costs, slots, n, "Streaming cannot pay here")
+    fallback = plain_revolve(costs, slots, n_steps, "Streaming cannot pay here")
     tier = costs.tier
     # Where every state fits the slots, nothing can be spared.
-    if tier is None or n <= max(2, slots + 1) or tier.capacity_states == 0:
+    if tier is None or n_steps <= max(2, slots + 1) or tier.capacity_states == 0:
         return fallback
     reservation = Reservation(costs)
-    least = 1.0 if tier.capacity_states is None else n / tier.capacity_states
-    judge = _Judge(costs, slots, n, least, reservation)
+    least = 1.0 if tier.capacity_states is None else n_steps / tier.capacity_states
+    judge = _Judge(costs, slots, n_steps, least, reservation)
     forms = dict.fromkeys(_forms(costs, slots, judge.steps(ring=False), least))
     judged_forms = [(judge.seconds(form), form) for form in forms]
     # Where states lie far apart, one step to the side is worth a look for few of them.
@@ -399,22 +399,18 @@ def streaming(costs: Costs, slots: int, n_steps: int | None) -> Plan:
             judged_forms += [(judge.seconds(other), other) for other in moved]
     if not judged_forms:
         return fallback
-    best, predicted = _best(judged_forms, costs, slots, n, reservation)
-    sweep = best.sweep(costs, slots, n, reservation)
-    if n <= _SHORT:
-        sweep = _polish(sweep, costs, n, predicted.makespan_s)
-        predicted = timed(sweep, costs, n)
-    paper = interval(costs, slots, n)
-    if min(predicted.makespan_s, paper.makespan_s) >= fallback.makespan_s:
+    best, predicted = _best(judged_forms, costs, slots, n_steps, reservation)
+    sweep = best.sweep(costs, slots, n_steps, reservation)
+    if n_steps <= _SHORT:
+        sweep = _polish(sweep, costs, n_steps, predicted.makespan_s)
+        predicted = timed(sweep, costs, n_steps)
+    paper = interval(costs, slots, n_steps)
+    if min(predicted.makespan_s, paper.makespan_s) >= fallback.use.makespan_s:
         return fallback
     if paper.makespan_s < predicted.makespan_s:
-        return replace(paper, planner="streaming", note=f"The paper's rule. {paper.note}")
-    return Plan.predicted(
-        "streaming",
-        costs,
-        slots,
-        n,
-        partial(sweep.schedule, n),
+        return replace(paper, note=f"The paper's rule. {paper.note}")
+    return Draft(
+        partial(sweep.schedule, n_steps),
         predicted,
         note=_note(best),
         parameters={"spacing": best.spacing, "tail": -1 if best.tail is None else best.tail},

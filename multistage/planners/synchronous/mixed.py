@@ -34,11 +34,10 @@ from ...actions import Advance, EndForward, Free, Load, Reverse, Save, Schedule,
 from ...model.costs import Costs
 from ...schedule.rules import check
 from ...support.arrays import Reals
-from ..base import Plan, require_steps
-from ..predict import Counts, counted_plan
+from ..predict import Counts, Draft, counted, planner
 from ..single.binomial import nu
 from ..single.revolve import plain_revolve
-from .levels import MOST_S, PLAIN_PER_S, PLANNING_S, PRUNED_PER_S, Rows, affordable
+from .hierarchy import MOST_S, PLAIN_PER_S, PLANNING_S, PRUNED_PER_S, Rows, affordable
 
 # What "auto" spends on it, some tens of milliseconds each: seconds for the
 # table, steps for the walk.
@@ -185,7 +184,8 @@ def worth_trying(costs: Costs, slots: int, n_steps: int) -> bool:
     return n_steps <= _CHEAP_STEPS and slots * n_steps**2 / 2 <= _CHEAP_S * per_s
 
 
-def mixed(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+@planner("mixed")
+def mixed(costs: Costs, slots: int, n_steps: int) -> Draft:
     """Return the optimal plan whose slots hold states or tapes.
 
     Raises
@@ -200,21 +200,19 @@ def mixed(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     >>> plan.makespan_s, plan.lower_bound_s
     (96.0, 85.0)
     """
-    n = require_steps(n_steps, "mixed")
     if costs.state_is_tape:
-        return plain_revolve("mixed", costs, slots, n, "A state is its own tape")
-    table = solve_mixed(n, slots, _rounded_up(costs.tape_slots), most_s=PLANNING_S)
-    make = partial(mixed_schedule, table, slots, n)
-    used = check(make(), n, tape_slots=costs.tape_slots)
+        return plain_revolve(costs, slots, n_steps, "A state is its own tape")
+    table = solve_mixed(n_steps, slots, _rounded_up(costs.tape_slots), most_s=PLANNING_S)
+    make = partial(mixed_schedule, table, slots, n_steps)
+    used = check(make(), n_steps, tape_slots=costs.tape_slots)
     taped = sum(isinstance(action, Tape) for action in make())
     kept = taped - 1
-    return counted_plan(
-        "mixed",
+    return counted(
         costs,
         slots,
-        n,
+        n_steps,
         make,
         Counts(used.forward_steps, taped, peak_slots=used.peak_slots),
-        note=f"{kept} tapes are kept in slots for their adjoint steps, beside states.",
-        parameters={"tapes kept": kept},
+        f"{kept} tapes are kept in slots for their adjoint steps, beside states.",
+        {"tapes kept": kept},
     )

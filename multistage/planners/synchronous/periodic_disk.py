@@ -24,8 +24,7 @@ import numpy as np
 
 from ...actions import Advance, Drop, Free, Get, Load, Put, Schedule, waited
 from ...model.costs import Costs
-from ..base import Plan, require_steps
-from ..predict import Counts, counted_plan, transfer_s
+from ..predict import Counts, Draft, counted, planner, transfer_s
 from ..single.binomial import NuTable, beta, forward_and_reverse, nu, reverse_actions
 from ..single.revolve import plain_revolve
 
@@ -113,7 +112,8 @@ def best_period(
     return (int(periods[best]), int(low[best])) if low[best] else (0, 0)
 
 
-def periodic_disk(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+@planner("periodic-disk")
+def periodic_disk(costs: Costs, slots: int, n_steps: int) -> Draft:
     """Return the plan with the period and number of stored states that cost least.
 
     Examples
@@ -124,28 +124,28 @@ def periodic_disk(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     >>> plan.parameters["period"], plan.makespan_s
     (10, 526.0)
     """
-    n = require_steps(n_steps, "periodic-disk")
     tier = costs.tier
     if tier is None:
-        return plain_revolve("periodic-disk", costs, slots, n, "There is no slow tier")
+        return plain_revolve(costs, slots, n_steps, "There is no slow tier")
     both = sum(transfer_s(tier)) / costs.forward_step_s
-    period, count = best_period(slots, n, both if both < inf else n, tier.capacity_states)
+    period, count = best_period(
+        slots, n_steps, both if both < inf else n_steps, tier.capacity_states
+    )
     if count == 0:
-        return plain_revolve("periodic-disk", costs, slots, n, "No period pays")
-    last = n - count * period
+        return plain_revolve(costs, slots, n_steps, "No period pays")
+    last = n_steps - count * period
     counts = Counts(
         forward_steps=1 + count * (period + nu(period, slots)) + nu(last, slots),
         writes=[count],
         reads=[count],
         peak_slots=max(1, min(slots, max(last, period) - 1)),
     )
-    return counted_plan(
-        "periodic-disk",
+    return counted(
         costs,
         slots,
-        n,
-        partial(periodic_disk_schedule, period, count, slots, n),
+        n_steps,
+        partial(periodic_disk_schedule, period, count, slots, n_steps),
         counts,
-        note=f"State k * {period} is written {count} times and read once; Revolve between them.",
-        parameters={"period": period, "stored": count},
+        f"State k * {period} is written {count} times and read once; Revolve between them.",
+        {"period": period, "stored": count},
     )

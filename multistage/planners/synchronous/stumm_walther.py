@@ -44,8 +44,7 @@ from ...actions import (
 from ...errors import ArgumentError
 from ...model.costs import Costs
 from ...support.arrays import Flags, Integers, Reals
-from ..base import Plan, require_steps
-from ..predict import Counts, counted_plan, transfer_s
+from ..predict import Counts, Draft, counted, planner, transfer_s
 from ..single.binomial import TRAJECTORIES, Trajectory, accesses, first_advance, nu
 from ..single.revolve import plain_revolve
 
@@ -140,7 +139,8 @@ def _allocated(priced: Reals, fast: int, top_fast: bool) -> Flags | None:
     return in_tier
 
 
-def stumm_walther(costs: Costs, slots: int, n_steps: int | None) -> Plan:
+@planner("stumm-walther")
+def stumm_walther(costs: Costs, slots: int, n_steps: int) -> Draft:
     """Return the plan of the split that costs least.
 
     Raises
@@ -156,29 +156,28 @@ def stumm_walther(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     >>> plan.parameters["slow slots"], plan.makespan_s
     (2, 587.0)
     """
-    n = require_steps(n_steps, "stumm-walther")
     tier = costs.tier
     if tier is None:
-        return plain_revolve("stumm-walther", costs, slots, n, "There is no slow tier")
-    if n == 1 or tier.capacity_states == 0:
-        return plain_revolve("stumm-walther", costs, slots, n, "No state goes to the tier")
-    if n * len(TRAJECTORIES) * _CANDIDATES > _MOST_WORK:
+        return plain_revolve(costs, slots, n_steps, "There is no slow tier")
+    if n_steps == 1 or tier.capacity_states == 0:
+        return plain_revolve(costs, slots, n_steps, "No state goes to the tier")
+    if n_steps * len(TRAJECTORIES) * _CANDIDATES > _MOST_WORK:
         raise ArgumentError(
-            f"n_steps={n} is more than planner 'stumm-walther' can count the accesses of, "
+            f"n_steps={n_steps} is more than planner 'stumm-walther' can count the accesses of, "
             f"{_MOST_WORK // (len(TRAJECTORIES) * _CANDIDATES)}; use planner 'periodic-disk'"
         )
     write_s, read_s = transfer_s(tier)
-    capacity = n if tier.capacity_states is None else tier.capacity_states
+    capacity = n_steps if tier.capacity_states is None else tier.capacity_states
     best: tuple[float, Trajectory, Flags, Integers, Integers] | None = None
-    for total in _splits(slots, capacity, n):
+    for total in _splits(slots, capacity, n_steps):
         for trajectory in TRAJECTORIES:
-            writes, reads = accesses(n, total, trajectory)
+            writes, reads = accesses(n_steps, total, trajectory)
             priced = writes * write_s + reads * read_s
             for fast, top_fast in ((min(slots, total), True), (slots - 1, False)):
                 in_tier = _allocated(priced, fast, top_fast)
                 if in_tier is None or in_tier.sum() > capacity:
                     continue
-                seconds = nu(n, total) * costs.forward_step_s + float(priced[in_tier].sum())
+                seconds = nu(n_steps, total) * costs.forward_step_s + float(priced[in_tier].sum())
                 if best is None or seconds < best[0]:
                     best = seconds, trajectory, in_tier, writes, reads
     assert best is not None
@@ -186,18 +185,17 @@ def stumm_walther(costs: Costs, slots: int, n_steps: int | None) -> Plan:
     fast_below: Integers = np.cumsum(~in_tier) - ~in_tier
     slow = int(in_tier.sum())
     counts = Counts(
-        forward_steps=1 + nu(n, len(in_tier)),
+        forward_steps=1 + nu(n_steps, len(in_tier)),
         writes=[int(writes[in_tier].sum())],
         reads=[int(reads[in_tier].sum())],
         peak_slots=int(fast_below[writes > 0].max()) + 1,
     )
-    return counted_plan(
-        "stumm-walther",
+    return counted(
         costs,
         slots,
-        n,
-        partial(stumm_walther_schedule, tuple(in_tier.tolist()), trajectory, slots, n),
+        n_steps,
+        partial(stumm_walther_schedule, tuple(in_tier.tolist()), trajectory, slots, n_steps),
         counts,
-        note=f"Revolve over {len(in_tier)} slots, the {slow} least used ones in {tier.name}.",
-        parameters={"slow slots": slow, "trajectory": trajectory},
+        f"Revolve over {len(in_tier)} slots, the {slow} least used ones in {tier.name}.",
+        {"slow slots": slow, "trajectory": trajectory},
     )
