@@ -598,9 +598,11 @@ class Stream:
         self._stats.reads += 1
         if self._count > 1:  # copies: a buffer is used again without asking who looks at it
             place = self._view.place
-            found = [line[place, ...].copy() for line in self._lines[at]]
-            for array in found:
+            found: list[Array] = []
+            for line in self._lines[at]:
+                array = line[place, ...].copy()
                 array.setflags(write=False)
+                found.append(array)
             return found
         # Landed for this reader alone: a later get reads again.
         _, record = self._landings.pop(key, (0, None))

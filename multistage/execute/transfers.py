@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ..actions import Answer, Await, Drop, Evict, Get, Offer, Put
 from ..backends.base import CheckpointLost, Store
@@ -25,16 +24,17 @@ PackingT = TypeVar("PackingT")
 _NAP_S, _PATIENCE_S = 1e-3, 5.0
 
 
-@dataclass(slots=True, eq=False)
-class _Pending:
+class _Pending(NamedTuple):
     step: int
     tier: int
     is_write: bool
-    staged: Kept | None = None  # keeps the arrays of a state that no slot holds
-    took: bool = False  # whether a staging slot is counted for it
-    failed: bool = False
-    began_s: float = 0.0  # of a write: by the clock
-    nbytes: int = 0
+    staged: Kept | None  # keeps the arrays of a state that no slot holds
+    failed: bool  # refused, though put
+    began_s: float  # by the clock
+    nbytes: int
+
+
+_pending = tuple.__new__  # what _Pending(...) does, without the call around it
 
 
 class Transfers:
@@ -67,77 +67,80 @@ class Transfers:
         self._tokens: dict[int, _Pending] = {}
         self._next_token = 0
         self._packings: dict[tuple[int, int], Any] = {}
-        self._stuck: list[_Pending] = []  # writes that were cancelled, and have not ended
+        self._stuck: dict[int, _Pending] = {}  # writes that were cancelled, and have not ended
 
     def write(self, sweep: Sweep, action: Offer | Put) -> Answer:
         """Queue a write of a live or held state."""
-        self._require(action)
-        step, counts = action.step, sweep.counts
-        kept, staged = sweep.held.get(step), None
+        store, step, tier, ledger = self._store(action), action.step, action.tier, self._ledger
+        kept, staged, shield = sweep.held.get(step), None, self.shield
         if kept is None and step != sweep.at:
             raise illegal(action, f"state {step} is neither held nor live")
-        self.shield.up = True
+        shield.up = True
         try:
             if kept is None:
                 kept = staged = sweep.slots.keep(sweep.live, step)
-            transfer = _Pending(step, action.tier, is_write=True, staged=staged)
-            transfer.took = staged is not None
-            if self._put(transfer, kept, block=isinstance(action, Put)):
-                counts.writes += 1
+            flat, packing = self._layout.pack(kept.arrays)
+            nbytes = 0
+            for array in flat:
+                nbytes += array.nbytes
+            block, before = type(action) is Put, ledger.clock()
+            accepted = store.put(step, flat, block=block)
+            if block:
+                ledger.stalled(before)
+            if accepted:
+                self.stored[tier].add(step)
+                if packing is not None:
+                    self._packings[step, tier] = packing
+                sweep.counts.writes += 1
             else:
-                if staged is not None:
-                    sweep.slots.release(staged)
-                counts.refused += 1
-                if isinstance(action, Offer):
+                sweep.counts.refused += 1
+                if not block:
+                    if staged is not None:
+                        sweep.slots.release(staged)
                     return None
-                tier = self._stores[action.tier].name
-                _warn(f"tier {tier!r} has no room for checkpoint {step}")
-                transfer.staged, transfer.failed = None, True
-            if transfer.took:  # where it failed, as the schedule believes until its Await
+                _warn(f"tier {store.name!r} has no room for checkpoint {step}")
+            if staged is not None:  # refused, too, as the schedule believes until its Await
                 _occupy(sweep)
-            return self._token(transfer)
+            token = self._next_token
+            self._next_token = token + 1
+            write = step, tier, True, staged, not accepted, before, nbytes
+            self._tokens[token] = _pending(_Pending, write)
+            return token
         finally:
-            self.shield.up = False
-            self.shield.let_go()
-
-    def _put(self, transfer: _Pending, kept: Kept, *, block: bool) -> bool:
-        """Queue a write; whether its store took it."""
-        step, tier, ledger = transfer.step, transfer.tier, self._ledger
-        flat, packing = self._layout.pack(kept.arrays)
-        transfer.began_s = before = ledger.clock()
-        transfer.nbytes = sum(array.nbytes for array in flat)
-        accepted = self._stores[tier].put(step, flat, block=block)
-        if block:
-            ledger.stalled(before)
-        if accepted:
-            self.stored[tier].add(step)
-            if packing is not None:
-                self._packings[step, tier] = packing
-        return accepted
+            shield.up = False
+            if shield.pending:
+                shield.let_go()
 
     def read(self, sweep: Sweep, action: Get) -> Answer:
         """Queue a read into a slot."""
-        self._require(action)
-        self.shield.up = True
+        store, step, shield = self._store(action), action.step, self.shield
+        shield.up = True
         try:
-            self._stores[action.tier].prefetch(action.step)
-            sweep.held[action.step] = None
+            store.prefetch(step)
+            sweep.held[step] = None
             _occupy(sweep)
             sweep.counts.reads += 1
-            return self._token(_Pending(action.step, action.tier, is_write=False))
+            token = self._next_token
+            self._next_token = token + 1
+            read = step, action.tier, False, None, False, 0.0, 0
+            self._tokens[token] = _pending(_Pending, read)
+            return token
         finally:
-            self.shield.up = False
-            self.shield.let_go()
+            shield.up = False
+            if shield.pending:
+                shield.let_go()
 
     def drop(self, sweep: Sweep, action: Drop) -> Answer:
         """Free a store's copy."""
-        self._require(action)
-        self.shield.up = True
+        self._store(action)
+        shield = self.shield
+        shield.up = True
         try:
             self._forget(action.step, action.tier)
         finally:
-            self.shield.up = False
-            self.shield.let_go()
+            shield.up = False
+            if shield.pending:
+                shield.let_go()
         return None
 
     def wait(self, sweep: Sweep, action: Await) -> Answer:
@@ -145,55 +148,17 @@ class Transfers:
         transfer = self._tokens.pop(action.token, None)
         if transfer is None:
             raise illegal(action, "no such transfer is in flight")
-        return self._settled(sweep, transfer)
-
-    def evict(self, sweep: Sweep, action: Evict) -> Answer:
-        """Wait for the write of a held checkpoint, then give its slot back."""
-        self._require(action)
-        step, token = action.step, self._token_of(action)
-        if token is None or sweep.held.get(step) is None:
-            raise illegal(action, "no slot holds it, or no write of it is in flight")
-        written = self._settled(sweep, self._tokens.pop(token))
-        kept = sweep.held.pop(step)
-        assert kept is not None
-        sweep.slots.release(kept)
-        sweep.used -= 1
-        return written
-
-    def _require(self, action: Offer | Put | Get | Drop | Evict) -> None:
-        if action.tier >= len(self._stores):
-            raise illegal(action, f"there are {len(self._stores)} tiers")
-        if action.tape:
-            raise illegal(action, "tapes stay in fast memory here")
-
-    def _token(self, transfer: _Pending) -> int:
-        token, self._next_token = self._next_token, self._next_token + 1
-        self._tokens[token] = transfer
-        return token
-
-    def _token_of(self, action: Evict | Await) -> int | None:
-        """Return the token of what an action waits for, None if nothing is in flight for it."""
-        if isinstance(action, Await):
-            return action.token if action.token in self._tokens else None
-        for token, each in self._tokens.items():
-            if each.is_write and each.step == action.step and each.tier == action.tier:
-                return token
-        return None
-
-    def _settled(self, sweep: Sweep, transfer: _Pending) -> bool:
-        """Wait until a transfer is done; whether it succeeded."""
         step, tier, ledger = transfer.step, transfer.tier, self._ledger
         before = ledger.clock()
         if transfer.is_write:
-            written = not transfer.failed and self._stores[tier].wait_written(step)
+            written = transfer.failed or self._stores[tier].wait_written(step)
             ledger.stalled(before)
             if transfer.staged is not None:
                 sweep.slots.release(transfer.staged)
-            if transfer.took:
                 sweep.used -= 1
-            if not written and not transfer.failed:
+            if not written:
                 self._lose(step, tier, "could not be written")
-            return written
+            return written and not transfer.failed
         arrays = self._fetched(step, tier)
         ledger.stalled(before)
         if arrays is None:
@@ -203,6 +168,34 @@ class Transfers:
             return False
         sweep.held[step] = sweep.slots.adopt(arrays, step)
         return True
+
+    def evict(self, sweep: Sweep, action: Evict) -> Answer:
+        """Wait for the write of a held checkpoint, then give its slot back."""
+        self._store(action)
+        step, token = action.step, self._token_of(action)
+        if token is None or sweep.held.get(step) is None:
+            raise illegal(action, "no slot holds it, or no write of it is in flight")
+        written = self.wait(sweep, Await(token))
+        kept = sweep.held.pop(step)
+        assert kept is not None
+        sweep.slots.release(kept)
+        sweep.used -= 1
+        return written
+
+    def _store(self, action: Offer | Put | Get | Drop | Evict) -> Store:
+        if action.tape or action.tier >= len(self._stores):
+            why = f"there are {len(self._stores)} tiers"
+            raise illegal(action, "tapes stay in fast memory here" if action.tape else why)
+        return self._stores[action.tier]
+
+    def _token_of(self, action: Evict | Await) -> int | None:
+        """Return the token of what an action waits for, None if nothing is in flight for it."""
+        if isinstance(action, Await):
+            return action.token if action.token in self._tokens else None
+        for token, each in self._tokens.items():
+            if each.is_write and each.step == action.step and each.tier == action.tier:
+                return token
+        return None
 
     def find(self, sweep: Sweep, step: int) -> Kept:
         """Return state `step`, which no slot holds: state 0, or a lost checkpoint made again."""
@@ -254,7 +247,8 @@ class Transfers:
         except CheckpointLost as error:
             self._lose(step, tier, str(error))
             return None
-        return self._layout.unpack(arrays, self._packings.get((step, tier)))
+        packing = self._packings.get((step, tier)) if self._packings else None
+        return self._layout.unpack(arrays, packing)
 
     def _lose(self, step: int, tier: int, reason: str) -> None:
         self._ledger.counts.lost += 1
@@ -262,9 +256,8 @@ class Transfers:
         _warn(f"checkpoint {step} of tier {self._stores[tier].name!r} is lost: {reason}")
 
     def _forget(self, step: int, tier: int) -> None:
-        if step in self.stored[tier]:
-            self.stored[tier].discard(step)
-            self._stores[tier].drop(step)
+        self.stored[tier].discard(step)
+        self._stores[tier].drop(step)
         if self._packings:
             self._packings.pop((step, tier), None)
 
@@ -274,22 +267,20 @@ class Transfers:
         It answers whether that is so.  None if the action does not wait.
         """
         if isinstance(action, Put):
-            self._require(action)
-            return self._room(action)
+            return self._room(self._store(action), action.tier)
         token = self._token_of(action)
         if token is None or (transfer := self._tokens[token]).failed:
             return None
         store = self._stores[transfer.tier]
         return partial(store.ended if transfer.is_write else store.arrived, transfer.step)
 
-    def _room(self, action: Put) -> Callable[[float], bool] | None:
+    def _room(self, store: Store, tier: int) -> Callable[[float], bool] | None:
         """Return what waits until a state can be put."""
-        store = self._stores[action.tier]
         if not store.waits():
             return None
 
         def has_room(timeout_s: float) -> bool:
-            writes = [t for t in self._tokens.values() if t.is_write and t.tier == action.tier]
+            writes = [t for t in self._tokens.values() if t.is_write and t.tier == tier]
             oldest = next((t.step for t in writes if not store.ended(t.step, 0.0)), None)
             if oldest is not None:
                 store.ended(oldest, timeout_s)
@@ -347,30 +338,30 @@ class Transfers:
         Their arrays may be read until they have: they take their room until then.
         """
         clock = self._ledger.clock
-        writes = [each for each in self._tokens.values() if each.is_write and not each.failed]
-        for each in writes:
+        writes = {k: e for k, e in self._tokens.items() if e.is_write and not e.failed}
+        for each in writes.values():
             self._stores[each.tier].cancel(each.step)
         ends_s = clock() + timeout_s
-        self._stuck = [
-            each
-            for each in writes
+        self._stuck = {
+            token: each
+            for token, each in writes.items()
             if not self._stores[each.tier].ended(each.step, max(0.0, ends_s - clock()))
-        ]
+        }
 
     def stuck(self) -> list[int]:
         """Return the states whose writes had not ended when they were cancelled."""
-        return [each.step for each in self._stuck]
+        return [each.step for each in self._stuck.values()]
 
     def abandon(self, sweep: Sweep) -> None:
         """Give up all that is in the tiers or on its way, once writes were cancelled."""
-        for transfer in self._tokens.values():
+        for token, transfer in self._tokens.items():
             if transfer.is_write:
-                if transfer not in self._stuck:
+                if token not in self._stuck:
                     if not transfer.failed:
                         self._stores[transfer.tier].wait_written(transfer.step)
                     if transfer.staged is not None:
                         sweep.slots.release(transfer.staged)
-                sweep.used -= transfer.took
+                sweep.used -= transfer.staged is not None
             else:
                 del sweep.held[transfer.step]
                 sweep.used -= 1
@@ -388,8 +379,8 @@ class Transfers:
         other processes, and after an error those are elsewhere.
         """
         self.cancel(_PATIENCE_S)
-        for transfer in self._tokens.values():
-            if transfer.is_write and not transfer.failed and transfer not in self._stuck:
+        for token, transfer in self._tokens.items():
+            if transfer.is_write and not transfer.failed and token not in self._stuck:
                 self._stores[transfer.tier].wait_written(transfer.step)
         self._drop_all()
 
@@ -402,8 +393,8 @@ class Transfers:
 
 def _occupy(sweep: Sweep) -> None:
     """Count one slot more."""
-    sweep.used += 1
-    sweep.counts.peak_slots = max(sweep.counts.peak_slots, sweep.used)
+    sweep.used = used = sweep.used + 1
+    sweep.counts.peak_slots = max(sweep.counts.peak_slots, used)
 
 
 def _warn(what: str) -> None:

@@ -265,7 +265,7 @@ class Layout:
             for leaf in self.leaves
         ]
 
-    def pack(self, arrays: Sequence[Array]) -> tuple[list[Array], Packing | None]:
+    def pack(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], Packing | None]:
         """Return what a store takes, C-contiguous arrays, and what `unpack` needs besides."""
         return packed(arrays, self._plain)
 
@@ -374,7 +374,7 @@ class Layouts:
         """Return the arrays of a state.  Raises StateError as `see` does."""
         return self.seen(state, where)[1]
 
-    def pack(self, arrays: Sequence[Array]) -> tuple[list[Array], Packing | None]:
+    def pack(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], Packing | None]:
         """Return what a store of things of any size takes, and what `unpack` needs besides."""
         return packed(arrays, [c_strides(array.shape, array.dtype.itemsize) for array in arrays])
 
@@ -477,11 +477,17 @@ def _is_dict(value: object) -> bool:
 
 def packed(
     arrays: Sequence[Array], plain_strides: Sequence[tuple[int, ...]]
-) -> tuple[list[Array], Packing | None]:
+) -> tuple[Sequence[Array], Packing | None]:
     """Return arrays, C-contiguous; those of the strides given as they are.  See `Layout.pack`."""
+    ordered = type(arrays) is Reordered
+    for array, strides in zip(arrays, plain_strides, strict=True):
+        if type(array) is not np.ndarray or array.strides != strides or not array.flags.aligned:
+            break
+    else:
+        if not ordered:  # nearly all
+            return arrays, None
     flat: list[Array] = []
     packing: list[Geometry | Literal["scalar"] | None] = []
-    plain = True
     for array, strides in zip(arrays, plain_strides, strict=True):
         where: Geometry | Literal["scalar"] | None = None
         if type(array) is not np.ndarray:
@@ -494,10 +500,7 @@ def packed(
                 array = np.ascontiguousarray(array).reshape(array.shape)
         flat.append(array)
         packing.append(where)
-        plain = plain and where is None
-    if plain and type(arrays) is not Reordered:
-        return flat, None
-    return flat, ordered_as(packing, arrays)
+    return flat, ordered_as(packing, arrays) if ordered or any(packing) else None
 
 
 def _differs(state: int | None, message: str, *, varies: bool = True) -> StateError:

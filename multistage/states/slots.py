@@ -118,7 +118,7 @@ class StateLayout(Protocol[State_contra, ArrayT, PackingT]):
         """Return the arrays of a state.  Raises StateError if it is of another layout."""
         ...
 
-    def pack(self, arrays: Sequence[ArrayT]) -> tuple[list[Array], PackingT]:
+    def pack(self, arrays: Sequence[ArrayT]) -> tuple[Sequence[Array], PackingT]:
         """Return what a store takes, and what `unpack` needs besides."""
         ...
 
