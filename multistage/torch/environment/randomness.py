@@ -3,7 +3,7 @@
 A state is read before and after every stage, so reading must be cheap.  That of
 Python's and of NumPy's generator is read from memory, 2 500 bytes in about a
 microsecond, where asking takes 16 and 60, and written there, where telling takes 30
-and 130.
+and 130.  Where it lies is tried out at import; where it is not found, they are asked.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ...errors import StateError
 State: TypeAlias = bytes  # equal to another if nothing was drawn between
 Own: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 _WORDS = 625  # of the Mersenne Twister: 624 and a position
+_LEFT_OVER = struct.Struct("<i4xd")  # whether one of two normal numbers is left over, and it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,10 @@ class Generators:
         self, devices: Sequence[torch.device] = (), own: Iterable[tuple[str, Own]] = ()
     ) -> None:
         self._sources = [_of_torch("torch's generator of cpu", torch.default_generator)]
-        self._sources += [_python.source, _numpy.source]
+        self._sources += [_python, _numpy]
         self._sources += [_of_device(device) for device in devices]
         self._sources += [_of_own(name, generator) for name, generator in own]
         self._room: list[int] = []
-        _numpy.look_again()
 
     @property
     def names(self) -> list[str]:
@@ -211,93 +211,75 @@ def _told(state: State) -> Any:
     return json.loads(state, object_hook=array)
 
 
-def _words_at(address: int, following: float | None) -> State:
-    """Return the words of a Mersenne Twister, and the normal number that is left over."""
-    left = struct.pack("<d", math.nan if following is None else following)
-    return ctypes.string_at(address, 4 * _WORDS) + left
+def _of_python() -> Source:
+    """Return the generator behind `random.random()` and its like."""
+    owner: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    # An object's head, then the position and the words (CPython 3.11 to 3.14).
+    address = id(owner) + object.__basicsize__
+
+    def ask() -> State:
+        left = math.nan if owner.gauss_next is None else owner.gauss_next
+        return ctypes.string_at(address, 4 * _WORDS) + struct.pack("<d", left)
+
+    def tell(state: State) -> None:
+        (left,) = struct.unpack("<d", state[4 * _WORDS :])
+        ctypes.memmove(address, state, 4 * _WORDS)
+        owner.gauss_next = None if math.isnan(left) else left
+
+    name = "Python's generator (random)"
+    enough = type(owner).__mro__[1].__basicsize__ >= object.__basicsize__ + 4 * _WORDS
+    _, words, _ = owner.getstate()
+    known = np.array([words[-1], *words[:-1]], np.uint32).tobytes()
+    if enough and ask()[: 4 * _WORDS] == known:
+        return Source(name, ask, tell, random.random)
+    return _of_own(name, owner)
 
 
-def _left_over(state: State) -> float | None:
-    (following,) = struct.unpack("<d", state[4 * _WORDS :])
-    return None if math.isnan(following) else following
+def _of_numpy() -> Source:
+    """Return the generator behind `numpy.random.rand()` and its like."""
+    module: Any = np.random
+    at = _left_over_at()
+    left_over = id(module.mtrand._rand) + at
 
+    def address() -> int:
+        """Return where the words of the Mersenne Twister lie, 0 for another generator."""
+        bits = module.get_bit_generator()  # which may be exchanged at any time
+        known = at >= 0 and isinstance(bits, np.random.MT19937)
+        return bits.ctypes.state_address if known else 0
 
-class _Python:
-    """The generator behind `random.random()` and its like."""
-
-    def __init__(self) -> None:
-        self._owner: Any = random.getstate.__self__  # type: ignore[attr-defined]
-        # An object's head, then the position and the words (CPython 3.11 to 3.14).
-        self._address = id(self._owner) + object.__basicsize__
-        enough = type(self._owner).__mro__[1].__basicsize__ >= object.__basicsize__ + 4 * _WORDS
-        _, words, _ = self._owner.getstate()
-        known = np.array([words[-1], *words[:-1]], np.uint32).tobytes()
-        name = "Python's generator (random)"
-        if enough and self._get()[: 4 * _WORDS] == known:
-            self.source = Source(name, self._get, self._set, random.random)
-        else:
-            self.source = _of_own(name, self._owner)
-
-    def _get(self) -> State:
-        return _words_at(self._address, self._owner.gauss_next)
-
-    def _set(self, state: State) -> None:
-        ctypes.memmove(self._address, state, 4 * _WORDS)
-        self._owner.gauss_next = _left_over(state)
-
-
-class _NumPy:
-    """The generator behind `numpy.random.rand()` and its like."""
-
-    def __init__(self) -> None:
-        self._bits: Any = None
-        self._address = 0
-        self._pending = True  # whether a normal number may be left over from a pair
-        self._seen = b""
-        name = "NumPy's generator (numpy.random)"
-        self.source = Source(name, self._get, self._set, np.random.random)
-
-    def look_again(self) -> None:
-        """Ask for a number left over at the next reading: the same words may be set with it."""
-        if not self._pending:
-            self._seen = b""
-
-    def _get(self) -> State:
-        module: Any = np.random
-        bits: Any = module.get_bit_generator()
-        if bits is not self._bits:
-            self._bits, self._seen, self._pending = bits, b"", True
-            # Of others than the Mersenne Twister it is the address of a pointer.
-            twister = isinstance(bits, np.random.MT19937)
-            self._address = bits.ctypes.state_address if twister else 0
-        if not self._address:
+    def ask() -> State:
+        if not (words := address()):
             return _asked(np.random.get_state(legacy=False))
-        state = _words_at(self._address, None)
-        if self._pending or state != self._seen:
-            known: Any = np.random.get_state(legacy=False)
-            has = bool(known["has_gauss"])
-            # These words may come back with the number and without it.
-            self._pending, self._seen = has or (self._pending and state == self._seen), state
-            return _words_at(self._address, known["gauss"] if has else None)
-        return state
+        return ctypes.string_at(words, 4 * _WORDS) + ctypes.string_at(left_over, _LEFT_OVER.size)
 
-    def _set(self, state: State) -> None:
-        if len(state) != 4 * _WORDS + 8:  # of another kind of generator
+    def tell(state: State) -> None:
+        if len(state) != 4 * _WORDS + _LEFT_OVER.size:  # of another kind of generator
             np.random.set_state(_told(state))
-            return
-        now, following = self._get(), _left_over(state)
-        if self._address and following is None and _left_over(now) is None:
-            ctypes.memmove(self._address, state, 4 * _WORDS)
-            self._seen = state
-            return
-        *words, position = np.frombuffer(state, np.uint32, _WORDS).tolist()
-        key = np.array(words, np.uint32)
-        has, gauss = following is not None, following or 0.0
-        np.random.set_state(("MT19937", key, position, int(has), gauss))
-        self._pending, self._seen = has, _words_at(self._address, None)
+        elif words := address():
+            ctypes.memmove(words, state, 4 * _WORDS)
+            ctypes.memmove(left_over, state[4 * _WORDS :], _LEFT_OVER.size)
+        else:
+            *key, position = np.frombuffer(state, np.uint32, _WORDS).tolist()
+            left = _LEFT_OVER.unpack(state[4 * _WORDS :])
+            np.random.set_state(("MT19937", np.array(key, np.uint32), position, *left))
+
+    return Source("NumPy's generator (numpy.random)", ask, tell, np.random.random)
 
 
-_python, _numpy = _Python(), _NumPy()
+def _left_over_at() -> int:
+    """Return where in NumPy's object the number left over lies, after its flag; -1 if unknown."""
+    probe = np.random.RandomState(0)
+    words: Any = probe.get_state()
+
+    def memory(flag: int, number: float) -> bytes:
+        probe.set_state((*words[:3], flag, number))
+        return ctypes.string_at(id(probe), type(probe).__basicsize__)
+
+    at = memory(1, math.pi).find(_LEFT_OVER.pack(1, math.pi))
+    return -1 if any(memory(0, 0.0)[at : at + _LEFT_OVER.size]) else at
+
+
+_python, _numpy = _of_python(), _of_numpy()
 
 
 def random_devices(tensors: Sequence[Tensor]) -> list[torch.device]:
