@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from .copies import cloned
 from .places import LEAVES
 from .scope import Found, Scope
 
+_State = TypeVar("_State")
 _LEAF = pytree.tree_flatten(None)[1]  # of a state that is one tensor
 
 
@@ -27,6 +29,14 @@ def leaves_of(state: object) -> list[object]:
 def tensors_in(state: object) -> list[Tensor]:
     """Return the tensors of a state."""
     return [leaf for leaf in leaves_of(state) if isinstance(leaf, Tensor)]
+
+
+def with_tensors(state: _State, make: Callable[[list[Tensor]], Sequence[Tensor]]) -> _State:
+    """Return a state with others in place of its tensors: `make` is given each once."""
+    given = list({id(t): t for t in tensors_in(state)}.values())
+    known = {id(t): new for t, new in zip(given, make(given), strict=True)}
+    replaced: _State = pytree.tree_map(lambda x: known.get(id(x), x), state)
+    return replaced
 
 
 def wants_of(leaves: Sequence[object]) -> tuple[bool, ...]:

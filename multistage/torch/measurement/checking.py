@@ -39,7 +39,7 @@ from ..environment.copies import cloned
 from ..environment.randomness import device_types
 from ..environment.scope import Scope
 from ..environment.settings import Autocast, autocast, casting_anew, deterministic
-from ..environment.states import tensors_in
+from ..environment.states import tensors_in, with_tensors
 from ..tensors.checksums import fingerprint
 from ..tensors.meter import Meter
 from .exploring import Call, hooks_silent
@@ -267,12 +267,12 @@ class Both:
 
     def inputs(self) -> object:
         """Return the sample as leaves, which are one or share memory where the sample's do."""
-        given = tensors_in(self.sample)
-        fresh = cloned(given) if self._writes else [t.detach() for t in given]
-        known = {id(t): f for t, f in zip(given, fresh, strict=True)}
-        for tensor in given:
-            known[id(tensor)].requires_grad_(tensor.requires_grad)
-        return pytree.tree_map(lambda x: known.get(id(x), x), self.sample)
+
+        def made(given: list[Tensor]) -> list[Tensor]:
+            fresh = cloned(given) if self._writes else [t.detach() for t in given]
+            return [f.requires_grad_(t.requires_grad) for f, t in zip(fresh, given, strict=True)]
+
+        return with_tensors(self.sample, made)
 
     def _forgetting(self) -> AbstractContextManager[object]:
         return forgetting(self._room, [*self._parameters, *tensors_in(self.sample)])
@@ -517,10 +517,12 @@ def _adjoints(roots: Sequence[Tensor]) -> list[Tensor]:
 
 def _writable(inputs: object) -> object:
     """Return copies for a run to write to; gradients reach the inputs."""
-    given = tensors_in(inputs)
-    known = {id(t): copy for t, copy in zip(given, cloned(given), strict=True)}
-    known |= {id(t): t.clone() for t in given if t.requires_grad}
-    return pytree.tree_map(lambda x: known.get(id(x), x), inputs)
+
+    def made(given: list[Tensor]) -> list[Tensor]:
+        pairs = zip(given, cloned(given), strict=True)
+        return [t.clone() if t.requires_grad else copy for t, copy in pairs]
+
+    return with_tensors(inputs, made)
 
 
 def _leaves_of(roots: Sequence[Tensor], ends: Mapping[Node, Tensor]) -> list[Tensor]:

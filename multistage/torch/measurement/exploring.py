@@ -26,7 +26,7 @@ from ..environment.captured import Environment, Snapshot, exchanges_memory, gene
 from ..environment.copies import cloned
 from ..environment.randomness import Generators, State
 from ..environment.scope import Scope
-from ..environment.states import tensors_in, wants_of
+from ..environment.states import tensors_in, wants_of, with_tensors
 from ..tensors.checksums import same_bits
 from ..tensors.meter import storages_of
 from .saved import Saved
@@ -39,16 +39,15 @@ _FILLS = ("RreluWithNoiseBackward",)  # the slopes that random leaky ReLU draws
 
 def fresh_copy(state: _State, *, wants: bool | None = None) -> _State:
     """Return a state of fresh leaves, writable, with the same wishes for gradients."""
-    given = list({id(t): t for t in tensors_in(state)}.values())
-    # Strides decide which kernels run, and what they copy.
-    copies = {id(t): copy for t, copy in zip(given, cloned(given), strict=True)}
-    for tensor in given:
-        may = tensor.is_floating_point() or tensor.is_complex()
-        copies[id(tensor)].requires_grad_(
-            may and (tensor.requires_grad if wants is None else wants)
-        )
-    copy: _State = pytree.tree_map(lambda x: copies.get(id(x), x), state)
-    return copy
+
+    def made(given: list[Tensor]) -> list[Tensor]:
+        copies = cloned(given)  # with their strides, which decide what kernels run and copy
+        for tensor, copy in zip(given, copies, strict=True):
+            may = tensor.is_floating_point() or tensor.is_complex()
+            copy.requires_grad_(may and (tensor.requires_grad if wants is None else wants))
+        return copies
+
+    return with_tensors(state, made)
 
 
 @contextlib.contextmanager
@@ -293,13 +292,11 @@ def _wanting(state: object, wants: Sequence[bool] | None) -> object:
     """Return a state without copies whose tensors require gradients as said, or where they can."""
     left = None if wants is None else iter(wants)
 
-    def leaf(value: object) -> object:
-        if not isinstance(value, Tensor):
-            return value
-        may = value.is_floating_point() or value.is_complex()
-        return value.detach().requires_grad_(may if left is None else next(left))
+    def leaf(tensor: Tensor) -> Tensor:
+        may = tensor.is_floating_point() or tensor.is_complex()
+        return tensor.detach().requires_grad_(may if left is None else next(left))
 
-    return pytree.tree_map(leaf, state)
+    return pytree.tree_map_only(Tensor, leaf, state)
 
 
 def _storages(state: object) -> dict[int, StorageWeakRef]:

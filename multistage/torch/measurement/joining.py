@@ -184,36 +184,26 @@ def _together(stages: Calls, traits: Sequence[Traits]) -> Traits:
 
 def _starts(traits: Sequence[Traits], actions: Sequence[Action]) -> list[int]:
     """Return the first stages of the longest stretches that no action parts."""
-    n = len(traits)
-    parted = {0, n}
-    for i, t in enumerate(traits):
-        if t.remade or not t.is_simple:
-            parted |= {i, i + 1}
-    before: tuple[type, int] | None = None  # what ran last, and where it stood when done
-    now: tuple[type, int, int]
+    alone = [i for i, t in enumerate(traits) if t.remade or not t.is_simple]
+    parted = {0, *alone, *(i + 1 for i in alone)}
+    before: tuple[type, int] = EndForward, 0  # what ran last, and where it stood when done
     for action in [*_with_tapes(actions), EndForward()]:
+        begin = end = 0  # where stages are parted anyhow
         match action:
             case Advance(start, stop) if start == stop:
                 continue
             case Advance(start, stop):
-                now = Advance, start, stop
+                begin, end = start, stop
             case Tape(step):
-                now = Tape, step, step + 1
+                begin, end = step, step + 1
             case Reverse(step):
-                now = Reverse, step + 1, step
-            case _:
-                if isinstance(action, Save | Load | Free):
-                    parted.add(action.step)
-                if before is not None:
-                    parted.add(before[1])
-                before = None
-                continue
-        if before is None or before != now[:2]:
-            parted.add(now[1])
-            if before is not None:
-                parted.add(before[1])
-        before = now[0], now[2]
-    return sorted(parted - {n})
+                begin, end = step + 1, step
+            case Save(step) | Load(step) | Free(step):
+                begin = step
+        if before != (type(action), begin):
+            parted |= {before[1], begin}
+        before = type(action), end
+    return sorted(parted - {len(traits)})
 
 
 def _with_tapes(actions: Sequence[Action]) -> Iterator[Action]:

@@ -124,8 +124,10 @@ class StageRun:
         """
         if self._stand_ins is not None:
             self._found.put_back()
-        leaves = pytree.tree_map(_detached, self._state)
-        return leaves if not self._trait.changes_input else pytree.tree_map(_clone, leaves)
+        leaves = pytree.tree_map_only(Tensor, _detached, self._state)
+        if not self._trait.changes_input:
+            return leaves
+        return pytree.tree_map_only(Tensor, Tensor.clone, leaves)
 
     def count(self) -> tuple[Stage, object, object]:
         """Return the bytes of the stage, the state after it, and the operations it performs."""
@@ -147,7 +149,7 @@ class StageRun:
             if self._trait.differentiates or self._trait.graded:  # it keeps all it saves
                 advance_bytes = max(advance_bytes, tape_bytes + taping_bytes - output_bytes)
             result = list({id(t): t for t in tensors_in(output) if t.requires_grad}.values())
-            next_state = pytree.tree_map(_detached, output)
+            next_state = pytree.tree_map_only(Tensor, _detached, output)
             gradients = _ones_like(result)
             gradient_bytes = bytes_of(gradients)  # of a view that repeats numbers, all
             before = meter.live_bytes()
@@ -449,14 +451,8 @@ def _ones_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.ones_like(t, memory_format=torch.preserve_format) for t in tensors]
 
 
-def _clone(value: object) -> object:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _detached(value: object) -> object:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -520,7 +516,8 @@ def measure_stages(
     leave_hooks_alone()
     scope = Scope(stages)
     parameters = scope.parameters()
-    device = _device([*tensors_in(sample), *parameters])
+    devices = (t.device for t in [*tensors_in(sample), *parameters])
+    device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     # FSDP2 gathers parameters for the backward pass in hooks on tensors; what is compiled would be
     # compiled once more, for the mode.
     hooks = HooksOnTensors()
@@ -545,13 +542,6 @@ def measure_stages(
             costs = costs.whole
             traits = tuple([replace(trait, sizes=Sizes()) for trait in traits])
     return Profile(costs, groups, traits)
-
-
-def _device(tensors: Sequence[Tensor]) -> torch.device:
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            return tensor.device
-    return torch.device("cpu")
 
 
 def _measure_groups(
