@@ -91,13 +91,7 @@ def agreeing(costs: StageCosts, chain: Chain[State, Adjoint], n_steps: int) -> S
 
 
 class Unequal(Generic[State, Adjoint]):
-    """Costs, plan and executor of a reversal whose steps differ.
-
-    Parameters
-    ----------
-    given : Arguments
-    opened : OpenStores
-    bars : Bars
+    """Costs, plan and executor of a reversal whose steps differ; made of what `Uniform` is.
 
     Attributes
     ----------
@@ -107,10 +101,8 @@ class Unequal(Generic[State, Adjoint]):
         Of the next sweep; None if it is to be surveyed.
     stale : bool
         Whether the plan is to be made again, by other costs.
-    tier : Store or None
-        The slow tier, if that sweep writes to it.
-    late : Late or None
-        What is asked where its transfers are late.
+    tier, late : Store and Late, or None
+        The slow tier, if that sweep writes to it, and what is asked where it is late.
 
     Raises
     ------
@@ -186,27 +178,8 @@ class Unequal(Generic[State, Adjoint]):
     ) -> Executor[State, Adjoint]:
         """Weigh state 0; plan the next sweep if its costs are known; open its tier.
 
-        Parameters
-        ----------
-        state : pytree of arrays
-        executor : Executor or None
-            That of the sweep before, if its steps were unequal.
-        sweeps : bool
-            Without effect, as for `Uniform`.
-
-        Returns
-        -------
-        Executor
-            That one or, for another tier, a new one.
-
-        Raises
-        ------
-        StateError
-            If the state is no pytree of plain arrays.
-        BudgetError
-            If it is larger than the costs say, or the budget does not hold one state.
-        StoreError
-            If the tier cannot be used.
+        As `Uniform.prepare` does, whatever `sweeps` says.  Raises BudgetError also for a state
+        that is larger than the costs say.
         """
         if self.plan is None or self.stale:
             # The tier is measured, and opened for states of other sizes.
@@ -273,15 +246,7 @@ class Unequal(Generic[State, Adjoint]):
     def schedule(
         self, is_last: Callable[[int], bool] | None, executor: Executor[State, Adjoint]
     ) -> Schedule:
-        """Return the schedule of the next sweep.
-
-        Parameters
-        ----------
-        is_last : callable, optional
-            For a number of steps that is not known; see `survey`.
-        executor : Executor
-            What runs it.
-        """
+        """Return the schedule of the next sweep; `is_last` as for `survey`."""
         if self.plan is not None and is_last is None:
             return self.plan.schedule()
         if is_last is None:

@@ -314,17 +314,8 @@ class Uniform(Generic[State, Adjoint]):
     ) -> Schedule:
         """Return the schedule of the next sweep; where a durable run is resumed, of the rest.
 
-        Parameters
-        ----------
-        is_last : callable, optional
-            For an unknown number of steps: whether state i is the last.
-        executor : Executor
-            What runs it.
-
-        Raises
-        ------
-        StoreError
-            If the durable folder cannot be written to.
+        `is_last` says of an unknown number of steps whether state i is the last.  Raises
+        StoreError if the durable folder cannot be written to.
         """
         costs, slots, durable = self.costs, self._slots, self._arguments.durable
         assert costs is not None
