@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 57_480,
-    "classes": 440,
-    "functions": 3456,
+    "package_lines": 57_583,
+    "classes": 441,
+    "functions": 3461,
     "files_under_60": 4,
-    "import_lines": 3214,
+    "import_lines": 3220,
     "twins": 0,
-    "test_lines": 50_068,
+    "test_lines": 50_121,
 }
 
 

@@ -7,8 +7,10 @@ are pure functions, and a chain of stages is planned and run as `Sequential` run
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -17,21 +19,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends.urls import Tiers
-from ..errors import ArgumentError
+from ..errors import ArgumentError, CheckpointWarning
 from ..planners import Plan
 from ..planners.chain.heterogeneous import ChainPlanner
+from ..support.units import format_bytes
 from .adopting import InFront, YieldingProperty, adopt, yielding
 from .environment.scope import Scope
 from .measurement.checking import Check, Checked, checked_choice
 from .measurement.exploring import fresh_copy, untouched
+from .measurement.saved import Saved
 from .planning.calls import ChainCall
 from .planning.limited import Limited, LimitedModule
 from .sequential import refuse_wrapped, tiered_by
 from .tiers.tiered import Tiered
 from .tracing.captured import GraphStages
 from .tracing.functions import saving_as_functions_do
+from .tracing.observing import storage_of
 
 _FILE = "<multistage>"  # no file of ours, which Dynamo is told to leave alone
 _numbers = itertools.count()  # of functions for Dynamo, which counts graphs by their code
@@ -46,6 +52,7 @@ def compile(
     segments: int | None = None,
     check: Check = "error",
     dynamic: bool = False,
+    allow_breaks: bool = False,
 ) -> Compiled:
     """Return a model that trains within a memory limit, bit-identical to the captured model.
 
@@ -64,6 +71,11 @@ def compile(
         both included, parameters and their gradients not.
     dynamic : bool
         Whether one graph is to serve other shapes too.  It is planned for each of them.
+    allow_breaks : bool
+        Whether code between graphs may run as it is.  `memory` is a fraction then: each graph
+        runs within that of its own plain training.  What autograd holds for the code between
+        them is beyond the limit; `outside_bytes` is measured at the first call, and at the next
+        one after each further capture, and a warning tells it.
 
     Raises
     ------
@@ -93,7 +105,13 @@ def compile(
     _refuse(model)
     planner = "optimal" if planner == "auto" else planner
     checked, tiered = checked_choice(check), tiered_by(tiers, planner)
-    return Compiled(model, Settings(memory, planner, segments, checked, tiered), dynamic)
+    if allow_breaks and not isinstance(memory, float):
+        raise ArgumentError(
+            f"allow_breaks=True needs memory as a fraction of plain training, not {memory!r}: how "
+            "many graphs there are to share bytes shows only when the model runs"
+        )
+    settings = Settings(memory, planner, segments, checked, tiered)
+    return Compiled(model, settings, dynamic, allow_breaks)
 
 
 def backend(
@@ -161,10 +179,24 @@ class Settings:
 
 @dataclass(slots=True)
 class Used:
-    """What has run of a model: chains, the latest last, and how often any graph did."""
+    """What has run of a model.
+
+    Attributes
+    ----------
+    chains : list of Chain
+        The latest last.
+    graphs : int
+        That were captured.
+    calls : int
+        Of any graph.
+    inside : bool
+        Whether one runs now.
+    """
 
     chains: list[Chain] = field(default_factory=list)
+    graphs: int = 0
     calls: int = 0
+    inside: bool = False
 
 
 class Compiled(InFront):
@@ -180,21 +212,26 @@ class Compiled(InFront):
         Those of all captured graphs, each the one it used last; the latest last.
     checked : Checked or None
         The result of the check for the plan used last.
+    outside_bytes : int or None
+        That autograd holds for code between graphs, where `allow_breaks` permits any.
     """
 
-    def __init__(self, model: Callable[..., object], settings: Settings, dynamic: bool) -> None:
+    def __init__(
+        self, model: Callable[..., object], settings: Settings, dynamic: bool, breaks: bool
+    ) -> None:
         super().__init__()
         vars(self)["_multistage_model"] = model  # not a child
-        vars(self)["_multistage_given"] = settings, dynamic
+        vars(self)["_multistage_given"] = settings, dynamic, breaks
         if isinstance(model, nn.Module):
             adopt(self, model)
         vars(self)["_multistage_used"] = used = Used()
         vars(self)["_multistage_call"] = torch.compile(
             _function_of(model),
             backend=lambda graph, _: _Graph(graph, settings, used),
-            fullgraph=True,
+            fullgraph=not breaks,
             dynamic=dynamic,
         )
+        vars(self)["_multistage_outside"] = _Outside(used) if breaks else None
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Return what the model returns."""
@@ -203,9 +240,10 @@ class Compiled(InFront):
         call: Callable[..., object] = vars(self)["_multistage_call"]
         name = _name_of(vars(self)["_multistage_model"])
         used: Used = vars(self)["_multistage_used"]
+        outside: _Outside | None = vars(self)["_multistage_outside"]
         before, uncaptured, result = used.calls, None, None
         try:
-            with _strictly():
+            with _strictly(), contextlib.nullcontext() if outside is None else outside.seen(name):
                 result = call(*args, **kwargs)
         except exc.FailOnRecompileLimitHit as error:
             raise ArgumentError(
@@ -247,22 +285,28 @@ class Compiled(InFront):
         chains = vars(self)["_multistage_used"].chains
         return chains[-1]._multistage.checked if chains else None
 
+    @YieldingProperty
+    def outside_bytes(self) -> int | None:
+        """Return the bytes that autograd was seen to hold for code between graphs."""
+        outside: _Outside | None = vars(self)["_multistage_outside"]
+        return None if outside is None else outside.nbytes
+
     @yielding
     def close(self) -> None:
         """Close the tier: stop its thread, remove its files.  It is opened again if need be."""
-        settings, _ = vars(self)["_multistage_given"]
+        settings, *_ = vars(self)["_multistage_given"]
         if settings.tiered is not None:
             settings.tiered.close()
 
     def extra_repr(self) -> str:
         """Return the limit and the planner."""
-        settings, _ = vars(self)["_multistage_given"]
+        settings, *_ = vars(self)["_multistage_given"]
         return f"memory={settings.memory!r}, planner={settings.planner!r}"
 
     def __deepcopy__(self, memo: dict[int, object]) -> Compiled:
-        settings, dynamic = vars(self)["_multistage_given"]
+        settings, *others = vars(self)["_multistage_given"]
         settings = replace(settings, tiered=deepcopy(settings.tiered, memo))
-        return Compiled(deepcopy(vars(self)["_multistage_model"], memo), settings, dynamic)
+        return Compiled(deepcopy(vars(self)["_multistage_model"], memo), settings, *others)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Compiled, (vars(self)["_multistage_model"], *vars(self)["_multistage_given"])
@@ -306,6 +350,7 @@ class _Graph:
     def __init__(self, graph: fx.GraphModule, settings: Settings, used: Used) -> None:
         saving_as_functions_do(graph)
         self._graph, self._settings, self._used = graph, settings, used
+        used.graphs += 1
         self._static = [
             "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
             for node in graph.graph.nodes
@@ -316,6 +361,13 @@ class _Graph:
     def __call__(self, *arguments: object) -> object:
         """Run it, within the limit if a gradient is wanted."""
         self._used.calls += 1
+        before, self._used.inside = self._used.inside, True
+        try:
+            return self._run(arguments)
+        finally:
+            self._used.inside = before
+
+    def _run(self, arguments: tuple[object, ...]) -> object:
         wants = any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
         if not (wants and torch.is_grad_enabled()):
             return self._graph.forward(*arguments)
@@ -332,6 +384,49 @@ class _Graph:
             chain = self._chains[own] = Chain(stages, self._settings)
         self._used.chains = [*(c for c in self._used.chains if c is not chain), chain]
         return chain.run(arguments)
+
+
+class _Outside:
+    """Counts what autograd holds for code that runs outside of graphs.
+
+    Attributes
+    ----------
+    nbytes : int or None
+        The most that was seen; None before the first call.
+    """
+
+    def __init__(self, used: Used) -> None:
+        self._used, self._counted = used, -1  # graphs, when it counted last
+        self.nbytes: int | None = None
+
+    @contextmanager
+    def seen(self, name: str) -> Iterator[None]:
+        """Count in a call of a model, where graphs were captured since the last count."""
+        used = self._used
+        if self._counted == used.graphs or not torch.is_grad_enabled():
+            yield
+            return
+        self._counted, before = used.graphs, used.calls
+        found: dict[int, int] = {}
+        storages: list[StorageWeakRef] = []  # so that no address is used again
+
+        def see(tensor: Tensor) -> None:
+            storage = None if used.inside else storage_of(tensor)
+            if storage is not None and not (tensor.is_leaf and tensor.requires_grad):
+                storages.append(storage)
+                found[storage.cdata] = tensor.untyped_storage().nbytes()
+
+        with Saved(see, through=True):
+            yield
+        nbytes, graphs = sum(found.values()), used.calls - before
+        self.nbytes = max(self.nbytes or 0, nbytes)
+        if nbytes or graphs > 1:
+            warnings.warn(
+                f"{name} ran in {graphs} graphs; autograd holds {nbytes} bytes "
+                f"({format_bytes(nbytes)}) for the code between them, beyond the memory limit",
+                CheckpointWarning,
+                stacklevel=4,
+            )
 
 
 def _function_of(model: Callable[..., object]) -> Callable[..., object]:
@@ -353,15 +448,23 @@ def _function_of(model: Callable[..., object]) -> Callable[..., object]:
 def _strictly() -> Iterator[None]:
     """Let TorchDynamo guard hooks of modules, and capture whole what DistributedDataParallel runs.
 
-    By default it does not see hooks that modules without any are given after a capture.
+    By default it does not see hooks that modules without any are given after a capture, and runs
+    code that it has captured too often without a graph, where breaks are allowed.
     """
     config: Any = torch._dynamo.config
-    before = config.skip_nnmodule_hook_guards, config.optimize_ddp
-    config.skip_nnmodule_hook_guards, config.optimize_ddp = False, False
+    ours = {
+        "skip_nnmodule_hook_guards": False,
+        "optimize_ddp": False,
+        "fail_on_recompile_limit_hit": True,
+    }
+    before = {key: getattr(config, key) for key in ours}
+    for key, value in ours.items():
+        setattr(config, key, value)
     try:
         yield
     finally:
-        config.skip_nnmodule_hook_guards, config.optimize_ddp = before
+        for key, value in before.items():
+            setattr(config, key, value)
 
 
 def _refuse(model: object) -> None:
@@ -424,6 +527,6 @@ def _why_uncaptured(name: str, error: Exception) -> str:
     return (
         f"{name} cannot be captured whole{where}: {cause.rstrip('.')}; what runs outside of a "
         "graph would be beyond the memory limit: write this line with operations of torch, move "
-        "it out of the model, or give multistage.torch.Sequential a list of stages, which need "
-        "not be captured"
+        "it out of the model, give compile(allow_breaks=True), which counts what it holds, or give "
+        "multistage.torch.Sequential a list of stages, which need not be captured"
     )

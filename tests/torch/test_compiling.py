@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import multistage.torch as mst
-from multistage.errors import ArgumentError, BudgetError, MultistageError, StateError
+from multistage.errors import (
+    ArgumentError,
+    BudgetError,
+    CheckpointWarning,
+    MultistageError,
+    StateError,
+)
 from multistage.torch.chains.stages import StageRunner
 from multistage.torch.measurement import measure
 from multistage.torch.measurement.traits import Remade
@@ -471,6 +477,46 @@ def test_a_graph_break_is_refused_with_its_line() -> None:
     for _ in range(2):
         with pytest.raises(ArgumentError, match=r"captured whole at .*test_compiling\.py:\d+ "):
             compiled(batch())
+
+
+class Broken(nn.Module):
+    """Asks for a number between blocks, and then computes what no graph holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Net(dropping), Net(counting)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if x.sum().item() > -1e9:
+            x = outside(x)
+        return self.second(x)  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable
+def outside(x: Tensor) -> Tensor:
+    return torch.tanh(x) * x.sigmoid()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of TorchDynamo
+@pytest.mark.filterwarnings("ignore:.*Broken ran in:multistage.errors.CheckpointWarning")
+def test_breaks_are_allowed_and_what_they_hold_is_told() -> None:
+    plain, x = Broken(), batch()
+    with pytest.raises(ArgumentError, match="allow_breaks=True"):
+        mst.compile(plain, memory=0.7)(x)
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.7, allow_breaks=True)
+    assert_equal(trained(compiled, ours, x), trained(plain, plain, x))
+    assert len(compiled.plans) == 2 and not any(plan.keeps_all for plan in compiled.plans)
+    assert compiled.outside_bytes == 2 * x.nbytes  # tanh(x), sigmoid(x)
+    other = mst.compile(Broken(), memory=0.7, allow_breaks=True)
+    told = f"in 2 graphs; autograd holds {2 * x.nbytes} bytes .* beyond the memory limit"
+    with pytest.warns(CheckpointWarning, match=told):
+        other(x)
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(ArgumentError, match="kinds"):
+        other(batch(6, WIDTH))
+    with pytest.raises(ArgumentError, match="fraction"):
+        mst.compile(plain, memory="1 MiB", allow_breaks=True)
 
 
 def raising(block: Any, y: Tensor) -> Tensor:
