@@ -345,7 +345,7 @@ def exchanges_memory() -> bool:
 def generators_of(scopes: Sequence[Scope], tensors: Sequence[Tensor]) -> Generators:
     """Return the generators that stages may draw from when they run on some tensors."""
     involved = [*tensors, *(p for scope in scopes for p in scope.parameters())]
-    own = {id(g): (name, g) for scope in scopes for name, g in scope.generators()}
+    own = {id(g): (name, g) for scope in scopes for name, g in scope.look().generators}
     return Generators(random_devices(involved), own.values())
 
 

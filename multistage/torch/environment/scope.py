@@ -215,10 +215,6 @@ class Scope:
         """Return the buffers of all modules, a shared one at each of its places."""
         return buffers_among(self.look().modules)
 
-    def generators(self) -> tuple[tuple[str, Own], ...]:
-        """Return generators of the values' own, with names."""
-        return self.look().generators
-
     def seen_last(self) -> Found:
         """Return what was held when it was looked at last, but for results of runs."""
         return self._found

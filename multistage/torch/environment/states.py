@@ -104,12 +104,9 @@ class KeptState:
 
     def cloned(self) -> KeptState:
         """Return a copy whose tensors have storages of their own, aliases kept."""
-        copies = iter(cloned(self._given()))
+        copies = iter(cloned(tensors_in(self.leaves)))
         leaves = [next(copies) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return self._holding(leaves, self.spec)
-
-    def _given(self) -> list[Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def verify(self) -> None:
         """Raise RuntimeError if a tensor was written to since it was kept."""
@@ -122,7 +119,7 @@ class KeptState:
 
     def tensors(self) -> list[Tensor]:
         """Return its tensors, each once."""
-        return list({id(leaf): leaf for leaf in self._given()}.values())
+        return list({id(leaf): leaf for leaf in tensors_in(self.leaves)}.values())
 
     def emptied(self) -> KeptState:
         """Return the state without its tensors, which are elsewhere; see `filled`."""
@@ -176,7 +173,7 @@ class KeptState:
         if self.spec is _LEAF and not to_be_changed and isinstance(given[0], Tensor):
             return given[0].detach().requires_grad_(wants[0])
         if to_be_changed:
-            copies = iter(cloned(self._given()))
+            copies = iter(cloned(tensors_in(self.leaves)))
             given = [next(copies) if isinstance(leaf, Tensor) else leaf for leaf in given]
         once: dict[int, Tensor] = {}
         for leaf, wanted in zip(given, wants, strict=True):

@@ -37,15 +37,7 @@ from ..environment.settings import casting_anew, leave_hooks_alone
 from ..environment.states import tensors_in
 from ..tensors.checksums import digest
 from ..tensors.meter import Meter, storages_of
-from .exploring import (
-    Call,
-    HooksOnTensors,
-    explore,
-    fresh_copy,
-    has_node,
-    hooks_silent,
-    untouched,
-)
+from .exploring import Call, HooksOnTensors, explore, fresh_copy, has_node, hooks_silent, untouched
 from .joining import grouped
 from .saved import Caught, Saved, never
 from .traits import Count, Remade, Sizes, Traits, bytes_of
