@@ -116,6 +116,13 @@ CATALOG: tuple[Entry, ...] = (
         environment=ONE_THREAD,
     ),
     Entry(
+        "pyadjoint_tiers",
+        "A tape of pyadjoint within a limit, beside pyadjoint's own ways",
+        expected_s=40,
+        needs=("pyadjoint",),
+        environment=ONE_THREAD,
+    ),
+    Entry(
         "chain_solver",
         "Seconds and memory of the chain solver",
         "Beaumont et al., section 5.2",

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._common import finish, from_tests, options
+from benchmarks._priced_bound import priced_bound
 from benchmarks._published import PUBLISHED
-from benchmarks.priced_bound import priced_bound
 from multistage import PLANNERS, Costs, Jitter, Tier, simulate
 from multistage.errors import ArgumentError
 

@@ -30,7 +30,7 @@ from multistage.interop import pyrevolve as ours
 from multistage.interop.pyrevolve import operators, revolvers
 
 tier, dtype = sys.argv[1], np.dtype(sys.argv[2]).type
-ours.install(OPTIONS)
+ours.install(**dict(OPTIONS))
 from devito import CheckpointOperator, DevitoCheckpoint, Function, Revolver, TimeFunction, smooth
 from examples.seismic import Receiver
 from examples.seismic.acoustic import acoustic_setup

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from oracles.compiled import compiler
 from oracles.steps_exact import exact_makespan
 
-from benchmarks.priced_bound import Prices, priced_bound
+from benchmarks._priced_bound import Prices, priced_bound
 from multistage import native
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
