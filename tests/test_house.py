@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 57_568,
+    "package_lines": 57_571,
     "classes": 449,
     "functions": 3537,
     "files_under_60": 4,
     "import_lines": 3254,
     "twins": 0,
-    "test_lines": 50_891,
+    "test_lines": 50_908,
 }
 
 

@@ -63,6 +63,8 @@ class State:
         Not to be moved: it was asked for, or could not be brought up.
     placed : bool
         Counted among the bytes that are stored.
+    cancelled : bool
+        Its write was given up: a failure is no loss then.
     gone : bool
         Dropped; its copies are once its move has ended.
     """
@@ -76,6 +78,7 @@ class State:
     sent: bool = False
     stays: bool = False
     placed: bool = False
+    cancelled: bool = False
     gone: bool = False
 
 
@@ -373,13 +376,14 @@ class CascadeStore(BaseStore):
         written = (state.above and self._upper.wait_written(state.number)) or (
             state.below and self._lower.wait_written(state.number)
         )
+        state.cancelled = state.cancelled and not written
         if not written:
             self._lose(state)
         return written
 
     def _lose(self, state: State) -> None:
         with Shield(up=True):
-            self.stats.lost += 1
+            self.stats.lost += not state.cancelled
             self._drop(state.key)
 
     def cancel(self, key: int) -> None:
@@ -387,6 +391,7 @@ class CascadeStore(BaseStore):
         self._hold.check()
         state = self._states.get(key)
         if state is not None:
+            state.cancelled = True
             self._level(state).cancel(state.number)
 
     def ended(self, key: int, timeout_s: float) -> bool:

@@ -269,7 +269,8 @@ def _check_capacity(store: Store, layout: Layout) -> None:
         while taken <= room and store.put(taken, arrays, block=True):
             taken += 1
     assert taken == room, f"capacity_states is {room}, but {taken} states were taken"
-    assert store.stats.refused == 1, f"stats.refused={store.stats.refused} after one refusal"
+    refused = store.stats.refused, store.stats.refused_full
+    assert refused == (1, 1), f"stats.refused, refused_full={refused} after a full store refused"
     for key in range(room):
         assert store.wait_written(key), f"wait_written({key}) is False in a store just filled"
     for key in reversed(range(room)):

@@ -192,10 +192,8 @@ class Transfers:
         """Return the token of what an action waits for, None if nothing is in flight for it."""
         if isinstance(action, Await):
             return action.token if action.token in self._tokens else None
-        for token, each in self._tokens.items():
-            if each.is_write and each.step == action.step and each.tier == action.tier:
-                return token
-        return None
+        wanted = action.step, action.tier, True
+        return next((token for token, each in self._tokens.items() if each[:3] == wanted), None)
 
     def find(self, sweep: Sweep, step: int) -> Kept:
         """Return state `step`, which no slot holds: state 0, or a lost checkpoint made again."""
@@ -247,8 +245,7 @@ class Transfers:
         except CheckpointLost as error:
             self._lose(step, tier, str(error))
             return None
-        packing = self._packings.get((step, tier)) if self._packings else None
-        return self._layout.unpack(arrays, packing)
+        return self._layout.unpack(arrays, self._packings.get((step, tier)))
 
     def _lose(self, step: int, tier: int, reason: str) -> None:
         self._ledger.counts.lost += 1
@@ -258,8 +255,7 @@ class Transfers:
     def _forget(self, step: int, tier: int) -> None:
         self.stored[tier].discard(step)
         self._stores[tier].drop(step)
-        if self._packings:
-            self._packings.pop((step, tier), None)
+        self._packings.pop((step, tier), None)
 
     def awaited(self, sweep: Sweep, action: Wait) -> Callable[[float], bool] | None:
         """Return what waits, no longer than some seconds, until an action would not wait.

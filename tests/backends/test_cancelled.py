@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multistage.backends import CheckpointLost, FileStore, MemoryStore
+from multistage.backends import CascadeStore, CheckpointLost, FileStore, MemoryStore
 from multistage.backends.arena import LandingPool
 from multistage.backends.direct import DirectFile
 from multistage.backends.files import available_engines
@@ -131,6 +131,23 @@ def test_queued_writes_that_are_cancelled_are_not_made(make: Callable[..., Held]
         assert store.get(key)[0].tolist() == (STATE + shift).tolist()
         store.drop(key)
     assert store.stats.stored_bytes == 0
+
+
+def test_a_cascade_does_not_count_a_cancelled_write_as_lost(make: Callable[..., Held]) -> None:
+    held = make()
+    held.store.capacity_bytes = 8 << 20
+    store = CascadeStore(held.store, MemoryStore())
+    store.open(LAYOUT)
+    try:
+        assert all(store.put(key, [STATE + key]) for key in range(4))
+        assert held.begun.wait(60)
+        store.cancel(3)
+        held.let_go()
+        assert [store.wait_written(key) for key in range(4)] == [True, True, True, False]
+        assert store.stats.lost == 0
+    finally:
+        held.let_go()
+        store.close()
 
 
 def test_a_write_in_flight_ends_at_its_next_chunk(make: Callable[..., Held]) -> None:

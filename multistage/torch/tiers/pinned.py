@@ -321,6 +321,7 @@ class PinnedStore(BaseStore):
         slot = self._slot() if nbytes <= self._nbytes else None
         if slot is None:
             self.stats.refused += 1
+            self.stats.refused_full += nbytes <= self._nbytes
             return False
         with Shield(up=True):  # half queued it would be waited for in vain
             self.drop(key)  # that was not dropped yet
