@@ -46,8 +46,8 @@ from ..support.interrupts import Shield
 from ..support.units import parse_bytes
 from .tensors.geometry import Geometry, Place, extent, is_plain, whole
 from .tensors.streams import Home, the_device
-from .tiers.by_name import open_tiers
 from .tiers.paging import PAGE_BYTES, Pager
+from .tiers.pinned import open_tiers
 
 _IN_FLIGHT = 4  # tensors whose writes may be in flight
 _FEW_FAMILIES = 64  # before those that are gone are looked for

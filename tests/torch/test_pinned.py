@@ -26,8 +26,7 @@ from multistage.backends.testing import FaultyStore, check_store
 from multistage.errors import ArgumentError, BudgetError, CheckpointWarning
 from multistage.states.layout import Layout
 from multistage.torch.tensors.streams import HostStreams
-from multistage.torch.tiers.by_name import open_tiers
-from multistage.torch.tiers.pinned import PinnedCascade, PinnedStore, growth
+from multistage.torch.tiers.pinned import PinnedCascade, PinnedStore, growth, open_tiers
 
 CPU = torch.device("cpu")
 

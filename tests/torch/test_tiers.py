@@ -63,8 +63,7 @@ from multistage.planners.base import store_all_schedule  # noqa: E402
 from multistage.schedule.simulation import simulate  # noqa: E402
 from multistage.states.layout import Layout  # noqa: E402
 from multistage.torch.chains import hooking  # noqa: E402
-from multistage.torch.chains.links import Script  # noqa: E402
-from multistage.torch.chains.runner import Run  # noqa: E402
+from multistage.torch.chains.runner import Run, Script  # noqa: E402
 from multistage.torch.environment.scope import Scope  # noqa: E402
 from multistage.torch.measurement.exploring import explore, untouched  # noqa: E402
 from multistage.torch.measurement.measure import measure_stages  # noqa: E402

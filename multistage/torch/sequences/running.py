@@ -35,7 +35,7 @@ from ..measurement.exploring import hooks_silent
 from ..offload import offload
 from ..tensors.meter import Meter
 from ..tensors.states import TensorLayout, TensorState
-from ..tiers.by_name import open_tiers
+from ..tiers.pinned import open_tiers
 from .allowances import Allowance
 from .arguments import Settings
 from .costs import Steps

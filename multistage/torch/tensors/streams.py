@@ -1,6 +1,7 @@
 """Streams and events: CUDA's, and threads in their place where there is no device.
 
-What runs on one stream runs in order.  An event marks a place in a stream;
+Both have a compute stream, whichever is current when a method is called, and one for copies in
+each direction.  What runs on one stream runs in order.  An event marks a place in a stream;
 another stream that waits for it runs what comes later only when everything
 before that place is done.  The calling thread itself waits in `synchronize`
 alone.
@@ -12,7 +13,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,70 +27,6 @@ class CopyFailed(Exception):
 
 
 Lane: TypeAlias = Literal["compute", "out", "in"]
-
-
-class Event(Protocol):
-    """A place in a stream, for those streams alone that recorded it."""
-
-    def query(self) -> bool:
-        """Return whether it has happened."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block until it has happened."""
-        ...
-
-
-class Streams(Protocol):
-    """A compute stream, and one for copies in each direction.
-
-    The compute stream is whichever is current when a method is called.
-    """
-
-    def empty(self, nbytes: int) -> Tensor:
-        """Return device memory that the compute stream may use at once, and others after it."""
-        ...
-
-    def host(self, nbytes: int) -> Tensor:
-        """Return host memory fit for asynchronous copies."""
-        ...
-
-    def record(self, lane: Lane) -> Event:
-        """Return an event after everything queued on a lane so far."""
-        ...
-
-    def wait(self, lane: Lane, event: Event) -> None:
-        """Let what is queued on a lane from now on run after an event.
-
-        May raise CopyFailed on the compute stream, as `synchronize`.
-        """
-        ...
-
-    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        """Queue a copy on a lane."""
-        ...
-
-    def used_by(self, lane: Lane, tensors: Sequence[Tensor]) -> None:
-        """Let memory not be handed on before what is queued on a lane now is done."""
-        ...
-
-    def synchronize(self, event: Event) -> None:
-        """Block until an event has happened.
-
-        Raises
-        ------
-        CopyFailed
-            If a copy between the lane's event before and this one failed.
-        """
-        ...
-
-    def span(self, began: Event, ended: Event) -> tuple[float, float] | None:
-        """Return when two events of a lane happened, by `time.perf_counter`; None if not yet."""
-        ...
-
-    def close(self) -> None:
-        """Wait for everything queued; stop threads."""
-        ...
 
 
 class CudaStreams:
@@ -121,34 +58,51 @@ class CudaStreams:
         return torch.cuda.current_stream(self._device) if lane == "compute" else self._copy[lane]
 
     def empty(self, nbytes: int) -> Tensor:
+        """Return device memory that the compute stream may use at once, and others after it."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def host(self, nbytes: int) -> Tensor:
+        """Return host memory fit for asynchronous copies."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def record(self, lane: Lane) -> torch.Event:
+        """Return an event after everything queued on a lane so far."""
         event: torch.Event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream(lane))
         return event
 
     def wait(self, lane: Lane, event: Event) -> None:
+        """Let what is queued on a lane from now on run after an event.
+
+        May raise CopyFailed on the compute stream, as `synchronize`.
+        """
         assert isinstance(event, torch.Event)
         self._stream(lane).wait_event(event)
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        """Queue a copy on a lane."""
         with torch.cuda.stream(self._stream(lane)):
             target.copy_(source, non_blocking=True)
 
     def used_by(self, lane: Lane, tensors: Sequence[Tensor]) -> None:
+        """Let memory not be handed on before what is queued on a lane now is done."""
         # Nothing for memory of that very stream.  For other memory reuse then depends on
         # timing, which is why ordinary copies go by events.
         for tensor in tensors:
             tensor.record_stream(self._stream(lane))
 
     def synchronize(self, event: Event) -> None:
+        """Block until an event has happened.
+
+        Raises
+        ------
+        CopyFailed
+            If a copy between the lane's event before and this one failed.
+        """
         event.synchronize()
 
     def span(self, began: Event, ended: Event) -> tuple[float, float] | None:
+        """Return when two events of a lane happened, by `time.perf_counter`; None if not yet."""
         assert isinstance(began, torch.Event) and isinstance(ended, torch.Event)
         if not ended.query():
             return None
@@ -157,6 +111,7 @@ class CudaStreams:
         return start_s, start_s + began.elapsed_time(ended) / 1e3
 
     def close(self) -> None:
+        """Wait for everything queued; stop threads."""
         for stream in self._copy.values():
             stream.synchronize()
 
@@ -166,7 +121,7 @@ class HostStreams:
 
     A copy that fails does not end its thread, or every later event would be
     waited for in vain: the next event of its lane has the error, and raises it
-    in whoever waits for that on the compute stream.
+    in whoever waits for that on the compute stream.  Methods are as those of `CudaStreams`.
     """
 
     def __init__(self) -> None:
@@ -228,6 +183,8 @@ class HostStreams:
 
 
 class _HostEvent:
+    """A place in a lane, or in the computation; `at` is when it happened, 0.0 before."""
+
     def __init__(self) -> None:
         self._happened = Latch()
         self._error: Exception | None = None
@@ -235,7 +192,7 @@ class _HostEvent:
 
     def set(self, error: Exception | None) -> None:
         self._error = error
-        self.at = time.perf_counter()  # 0.0 before
+        self.at = time.perf_counter()
         self._happened.set()
 
     def wait(self) -> None:
@@ -250,6 +207,9 @@ class _HostEvent:
             raise CopyFailed(f"{type(self._error).__name__}: {self._error}") from self._error
 
 
+# A place in a stream, for those streams alone that recorded it.
+Event: TypeAlias = torch.Event | _HostEvent
+Streams: TypeAlias = CudaStreams | HostStreams
 _Task: TypeAlias = _HostEvent | Callable[[], object]
 
 

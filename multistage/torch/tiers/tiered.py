@@ -16,9 +16,9 @@ from ...backends.urls import TierName
 from ...errors import ArgumentError
 from ...model.tier import Tier
 from ...states.layout import Layout
-from .by_name import open_tiers
 from .lane import Carried, ChainTier, TierLane
 from .paging import DEPTH, page_for
+from .pinned import open_tiers
 
 _PROBE_S = 0.3  # about as long as the tier is measured
 _PROBE_BYTES = 32 << 20  # most that are sent at a time

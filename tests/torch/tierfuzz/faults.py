@@ -15,7 +15,7 @@ from multistage.actions import Action
 from multistage.backends import FileStore, MemoryStore
 from multistage.backends.base import CheckpointLost
 from multistage.torch.chains.holdings import Holdings
-from multistage.torch.chains.links import Links, Script
+from multistage.torch.chains.runner import Links, Script
 from multistage.torch.tiers.groups import Origin
 from multistage.torch.tiers.lane import TierLane, Transfer
 
