@@ -86,6 +86,7 @@ def test_gradient_is_that_of_one_rank(size: int, tier: str | None, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long(but=("None-*", "*> memory:-True"))
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("tier", [None, "memory:", "memory:1MiB > memory:"])
 def test_ranks_time_the_same_steps_and_plan_alike(

@@ -236,6 +236,7 @@ def test_measured_costs_put_the_arrays_back(tmp_path: Path) -> None:
         assert "of these operators only one exists" in str(revolver.plan)
 
 
+@pytest.mark.long(but="*-9 slots")
 @pytest.mark.parametrize("memory", ["4 slots", "9 slots", "60 slots"])
 @pytest.mark.parametrize(
     "tiers",
@@ -589,6 +590,7 @@ CALLS: dict[str, Callable[[Any, Any, int, Any, str], Any]] = {
 }
 
 
+@pytest.mark.long(but=("by name", "disk", "levels"))
 @pytest.mark.filterwarnings("ignore")  # theirs, at import
 @pytest.mark.parametrize("call", CALLS)
 def test_gradients_are_those_of_pyrevolve(call: str, tmp_path: Path) -> None:

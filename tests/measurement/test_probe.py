@@ -229,6 +229,7 @@ def test_chains_and_tiers_that_cannot_be_measured_are_refused(tmp_path: Path) ->
         probe_tier(tmp_path / "missing")
 
 
+@pytest.mark.long(but="True")
 @pytest.mark.parametrize("taped", [False, True])
 def test_only_agreed_times_decide_which_steps_run(taped: bool) -> None:
     """Of ranks whose steps communicate each sees another time; all must run the same steps."""
