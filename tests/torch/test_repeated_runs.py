@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError, DifferenceWarning, StateError
-from multistage.torch.planning import running
+from multistage.torch.planning import calls
 
 
 class Block(nn.Module):
@@ -273,7 +273,7 @@ def test_memory_that_glibc_keeps_is_told_of_once(
 ) -> None:
     monkeypatch.setattr(os, "confstr_names", {"CS_GNU_LIBC_VERSION": 2})
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    running._tell_of_resident_memory.cache_clear()
+    calls._tell_of_resident_memory.cache_clear()
     with caplog.at_level("INFO", "multistage.torch.planning"):
         for rows in (32, 64):
             mst.Sequential([Block() for _ in range(8)], torch.randn(rows, 16), memory=0.7)
