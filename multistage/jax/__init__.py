@@ -14,7 +14,21 @@ Examples
 0.1974 1000
 """
 
+from typing import TYPE_CHECKING
+
 from .handlers import LoopReport, clear, last_report
 from .loop import scan
 
-__all__ = ["LoopReport", "clear", "last_report", "scan"]
+if TYPE_CHECKING:
+    from .solving import MultistageAdjoint
+
+__all__ = ["LoopReport", "MultistageAdjoint", "clear", "last_report", "scan"]
+
+
+def __getattr__(name: str) -> object:
+    """Import what needs diffrax once it is asked for."""
+    if name != "MultistageAdjoint":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .solving import MultistageAdjoint
+
+    return MultistageAdjoint

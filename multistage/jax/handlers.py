@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 from urllib.parse import unquote
 
 import jax
@@ -249,8 +249,26 @@ class Site:
         def _batched(_size: int, _batched: object, *inputs: jax.Array) -> tuple[Any, Any]:
             return begun(*inputs), (False, False)
 
-        found: tuple[jax.Array, jax.Array] = begun(*inputs)
+        once: Any = jax.custom_jvp(begun)
+        once.defjvp(_refuse_again)
+        found: tuple[jax.Array, jax.Array] = once(*inputs)
         return found
+
+
+def _refuse_again(_primals: object, _tangents: object) -> NoReturn:
+    raise ArgumentError(
+        "multistage.jax has first derivatives, in reverse mode; for others (hessian, grad of "
+        "grad) use jax.lax.scan with jax.checkpoint, or diffrax.DirectAdjoint"
+    )
+
+
+def require_unmapped(arrays: Arrays) -> None:
+    """Raise ArgumentError for arrays of `shard_map`, whose devices would have a run each."""
+    if any(jax.typeof(array).manual_axis_type.varying for array in arrays):
+        raise ArgumentError(
+            "multistage.jax takes no gradients inside shard_map; use jax.lax.scan with "
+            "jax.checkpoint there, or programs for one device"
+        )
 
 
 # The steps of a batch are taken together, so that a run, its token and its blocks are never
@@ -285,20 +303,28 @@ def save(
 
 
 def load(
-    run: jax.Array, token: jax.Array, k: jax.Array, witness: jax.Array, like: Arrays
+    run: jax.Array,
+    token: jax.Array,
+    k: jax.Array,
+    steps: int | jax.Array,
+    witness: jax.Array,
+    like: Arrays,
 ) -> tuple[jax.Array, jax.Array, Arrays]:
-    """Return the next token, the last j <= k that is there, and the state before block j."""
+    """Return the next token, the last j <= k that is there, and the state before block j.
+
+    `steps` is how many the run had.
+    """
     number = shaped((), jnp.uint32), shaped((), jnp.int32)
 
     @custom_vmap
-    def loaded(run: jax.Array, token: jax.Array, k: jax.Array, witness: jax.Array) -> object:
+    def loaded(run: jax.Array, token: jax.Array, k: jax.Array, n: object, witness: Any) -> object:
         made = [shaped((*witness.shape, *a.shape), a.dtype) for a in like]
-        token, j, *leaves = jax.ffi.ffi_call("multistage_load", (*number, *made))(run, token, k)
+        token, j, *leaves = jax.ffi.ffi_call("multistage_load", (*number, *made))(run, token, k, n)
         return token, j, tuple(leaves)
 
     @loaded.def_vmap
     def _load_batch(_size: int, _batched: object, *given: jax.Array) -> tuple[Any, Any]:
         return loaded(*given), (False, False, (True,) * len(like))
 
-    found: tuple[jax.Array, jax.Array, Arrays] = loaded(run, token, k, witness)
+    found: tuple[jax.Array, jax.Array, Arrays] = loaded(run, token, k, jnp.int32(steps), witness)
     return found

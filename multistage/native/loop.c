@@ -262,7 +262,6 @@ int64_t ms_loop_begin(const char *folder, int64_t length, const loop_options_t *
     r->site = s;
     r->last = -1;
     r->report.run = *run = next_run++ & UINT32_MAX; /* as programs hold it */
-    r->report.steps = s->o.steps;
     r->report.every = *every = interval(s);
     r->begin_ns = now_ns();
     r->next = runs[*run % BUCKETS];
@@ -467,7 +466,8 @@ static void end_run(run_t *r)
     pthread_mutex_unlock(&tables);
 }
 
-static int64_t load(run_t *r, int64_t k, int64_t *found, const piece_t *pieces, int64_t n)
+static int64_t load(run_t *r, int64_t k, int64_t steps, int64_t *found, const piece_t *pieces,
+                    int64_t n)
 {
     if (k < 0 || k > r->last)
         return LOOP_ORDER; /* or nothing was saved */
@@ -476,8 +476,9 @@ static int64_t load(run_t *r, int64_t k, int64_t *found, const piece_t *pieces, 
     if (!r->turn_ns) {
         r->turn_ns = now_ns();
         r->report.forward_ns = r->turn_ns - r->begin_ns;
+        r->report.steps = steps;
         if (!r->report.step_ns) /* of one block; else up to the last save: what follows may be idle */
-            r->report.step_ns = max64(1, r->report.forward_ns / r->report.steps);
+            r->report.step_ns = max64(1, r->report.forward_ns / max64(1, steps));
     }
     r->last = k;
     *found = 0;
@@ -489,14 +490,15 @@ static int64_t load(run_t *r, int64_t k, int64_t *found, const piece_t *pieces, 
     return 0;
 }
 
-int64_t ms_loop_load(int64_t run, int64_t k, int64_t *found, const piece_t *pieces, int64_t n_pieces)
+int64_t ms_loop_load(int64_t run, int64_t k, int64_t steps, int64_t *found, const piece_t *pieces,
+                     int64_t n_pieces)
 {
     if (is_child())
         return ECHILD;
     run_t *r = taken(run);
     if (!r)
         return LOOP_GONE;
-    int64_t failed = load(r, k, found, pieces, n_pieces);
+    int64_t failed = load(r, k, steps, found, pieces, n_pieces);
     if (failed || k)
         return done(r, failed);
     end_run(r);

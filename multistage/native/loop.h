@@ -1,6 +1,6 @@
 /* States of loops that run inside compiled programs: saved and loaded by the program itself.
  *
- * A run is one execution of a loop of n steps, in blocks of `every` steps.  Its program saves the
+ * A run is one execution of a loop of at most n steps, in blocks of `every` steps.  Its program saves the
  * state before block 0, 1, 2, ... and loads those of the last block, the one before it, ..., 0, each
  * once; a load of state 0 ends the run.  State 0 is kept in memory; the others go to a record stream,
  * one for all runs with states of one size on one tier.  What does not fit, what is lost and what would be waited for
@@ -16,7 +16,7 @@
 /* A call site: what its runs have in common. */
 typedef struct {
     int64_t site;                    /* its number */
-    int64_t steps;                   /* n */
+    int64_t steps;                   /* n, the most */
     int64_t least_every, most_every; /* steps of a block, as the program has room for */
     int64_t buffer_bytes;            /* of the stream, at least four records */
     int64_t capacity_bytes;          /* of the tier; negative: no limit */
@@ -41,9 +41,9 @@ EXPORT int64_t ms_loop_begin(const char *folder, int64_t length, const loop_opti
 /* Save the state before block k; its pieces follow one another.  Returns 0, an errno or LOOP_*. */
 EXPORT int64_t ms_loop_save(int64_t run, int64_t k, const piece_t *pieces, int64_t n_pieces);
 /* Load the last state there is up to the one before block k, into memory of the caller's, and say
- * before which block it is.  Returns 0, an errno or LOOP_*. */
-EXPORT int64_t ms_loop_load(int64_t run, int64_t k, int64_t *found, const piece_t *pieces,
-                            int64_t n_pieces);
+ * before which block it is; `steps` is how many the run had.  Returns 0, an errno or LOOP_*. */
+EXPORT int64_t ms_loop_load(int64_t run, int64_t k, int64_t steps, int64_t *found,
+                            const piece_t *pieces, int64_t n_pieces);
 /* The run that ended last: 1, or 0 if none has. */
 EXPORT int64_t ms_loop_report(loop_report_t *report);
 /* Runs that have begun and not ended. */

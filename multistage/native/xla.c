@@ -2,7 +2,7 @@
  *
  *     multistage_begin  any inputs -> run, every;  folder, and the numbers of loop_options_t
  *     multistage_save   run, token, k, leaves of the state before block k -> token
- *     multistage_load   run, token, k -> token, j, leaves of the state before block j <= k
+ *     multistage_load   run, token, k, steps -> token, j, leaves of the state before block j <= k
  *
  * The calls have no side effects for XLA: a token, a number that each call takes and returns,
  * orders them, and the number of the run, which has operands, ties them to one execution.
@@ -163,7 +163,8 @@ xla_error_t *ms_xla_load(xla_call_t *call)
     piece_t few[FEW], *pieces = n <= FEW ? few : malloc((size_t)n * sizeof *pieces);
     if (pieces) {
         pieces_of(made, 2, pieces);
-        answer = ms_loop_load(run_of(given), block(given), &found, pieces, n);
+        answer = ms_loop_load(run_of(given), block(given), *(int32_t *)given->buffers[3]->data,
+                              &found, pieces, n);
     }
     if (pieces != few)
         free(pieces);

@@ -51,7 +51,7 @@ class Run:
     """A run of a loop whose state before block k is known."""
 
     def __init__(self, steps=100, shapes=((5,), (3, 7)), folder="", **options):
-        self.shapes, self.library = shapes, native.library()
+        self.steps, self.shapes, self.library = steps, shapes, native.library()
         given = handlers.Options(
             **{
                 "site": 1,
@@ -83,7 +83,9 @@ class Run:
         arrays = [np.empty(shape) for shape in self.shapes]
         found = ctypes.c_int64(-1)
         pieces, count = pieces_of(arrays)
-        answer = self.library.ms_loop_load(self.number, k, ctypes.byref(found), pieces, count)
+        answer = self.library.ms_loop_load(
+            self.number, k, self.steps, ctypes.byref(found), pieces, count
+        )
         if not answer:
             assert 0 <= found.value <= k
             for one, other in zip(arrays, self.state(found.value), strict=True):

@@ -19,7 +19,7 @@ import jax.numpy as jnp  # noqa: E402 - after the skip
 import multistage.jax as mjax  # noqa: E402
 from multistage import native  # noqa: E402
 from multistage.errors import ArgumentError, BudgetError, StoreError  # noqa: E402
-from multistage.jax.loop import _stop  # noqa: E402
+from multistage.jax.pullbacks import stop_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="needs the C core")
 
@@ -220,8 +220,8 @@ class Failing:
 @pytest.mark.parametrize("n, every", [(9, 3), (10, 3), (2**31 - 1, 1000), (2**31 - 1, 2**31 - 1)])
 def test_the_last_block_ends_with_the_last_step(n, every):
     last = (n - 1) // every
-    assert int(_stop(jnp.int32(last), jnp.int32(every), n)) == n
-    assert int(_stop(jnp.int32(0), jnp.int32(every), n)) == min(n, every)
+    assert int(stop_of(jnp.int32(last), jnp.int32(every), n)) == n
+    assert int(stop_of(jnp.int32(0), jnp.int32(every), n)) == min(n, every)
 
 
 @pytest.mark.parametrize("fails", [lambda n: errno.EIO if n % 2 else 0, lambda n: None])
@@ -270,8 +270,23 @@ REFUSED = {
     "jvp": (lambda: jax.jvp(lambda w: loss(ours(), w, C0, XS), (W,), (W,)), TypeError, "jvp"),
     "second derivative": (
         lambda: jax.hessian(lambda w: loss(ours(), w, C0, XS))(W),
-        ValueError,
-        "multistage_begin",
+        ArgumentError,
+        r"first derivatives, in reverse mode; for others \(hessian",
+    ),
+    "linearize": (
+        lambda: jax.linearize(lambda w: loss(ours(), w, C0, XS), W)[1](W),
+        TypeError,
+        "forward-mode|jvp",
+    ),
+    "shard_map": (
+        lambda: jax.shard_map(
+            lambda c: jax.grad(lambda c: ours()(step_of(W), c[0], XS)[0].sum())(c),
+            mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",)),
+            in_specs=jax.sharding.PartitionSpec("d"),
+            out_specs=jax.sharding.PartitionSpec("d"),
+        )(C0[None]),
+        ArgumentError,
+        "no gradients inside shard_map",
     ),
     "another type": (
         lambda: ours()(lambda c, x: (c.astype(jnp.float16), None), C0, XS),
