@@ -65,7 +65,7 @@ class TransferRecord(NamedTuple):
 
 @dataclass(slots=True)
 class StoreStats:
-    """Counts since `open`; `refused_full` of the refused puts met a full tier.
+    """Counts since `open`; `refused_full` of `refused` met a full tier, `lost` none was cancelled.
 
     Examples
     --------
