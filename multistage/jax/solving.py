@@ -387,10 +387,10 @@ def _solved(
         run, every = site.begin((*consts, *carry))
 
         def more(made: Any) -> jax.Array:
-            first, carry = made[0], made[4]
-            goes_on = (first < loop.most_steps) & _any(loop.going(consts, carry))
+            done, b, carry = made[0], made[1], made[4]
+            goes_on = (done < loop.most_steps) & _any(loop.going(consts, carry))
             # State 0 is saved always: its load ends the run.
-            return jnp.logical_or(first == 0, goes_on)
+            return jnp.logical_or(b == 0, goes_on)
 
         def go(made: Any) -> Any:
             _, b, token, witness, carry, buffers = made

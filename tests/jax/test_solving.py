@@ -132,6 +132,16 @@ def test_bits_do_not_depend_on_the_budget(tmp_path):
             np.testing.assert_array_equal(a, b)
 
 
+def test_a_solve_of_no_steps_has_a_gradient():
+    def none(y):
+        field = diffrax.ODETerm(lambda t, y, args: -y)
+        solution = diffrax.diffeqsolve(field, diffrax.Euler(), 1.0, 1.0, 0.1, y, adjoint=OURS)
+        return (solution.ys**2).sum()
+
+    np.testing.assert_array_equal(jax.grad(none)(Y0), 2 * Y0)
+    assert mjax.last_report().steps == 0
+
+
 def test_what_is_refused():
     path = diffrax.UnsafeBrownianPath((5,), jax.random.key(0))
     control = diffrax.ControlTerm(lambda t, y, args: 0.1 * jnp.diag(y), path)
