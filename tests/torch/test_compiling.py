@@ -187,6 +187,10 @@ def squared(block: Any, y: Tensor) -> Tensor:
     return y**2 - 0.1 * Cubed.apply(torch.tanh(y))  # type: ignore[no-any-return]
 
 
+def transformed(block: Any, y: Tensor) -> Tensor:
+    return (torch.fft.fft(torch.tanh(y)) * block.linear(y)).imag / WIDTH
+
+
 def vectorised(block: Any, y: Tensor) -> Tensor:
     return y * torch.vmap(lambda row: row.softmax(0))(y)
 
@@ -230,7 +234,16 @@ def assert_equal(ones: list[Any], others: list[Any]) -> None:
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     **{
         extra.__name__: lambda extra=extra: (Net(extra), batch())  # type: ignore[misc]
-        for extra in (counting, dropping, written, squared, odd, vectorised, remembered)
+        for extra in (
+            counting,
+            dropping,
+            written,
+            squared,
+            odd,
+            transformed,
+            vectorised,
+            remembered,
+        )
     },
     "autocast": lambda: (InAutocast(), batch()),
     "only autocast": lambda: (OnlyAutocast(), batch()),
@@ -244,7 +257,13 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 def test_models_train_as_without_a_limit(name: str) -> None:
     model, x = MODELS[name]()
     plain, eager, ours = model, copy.deepcopy(model), copy.deepcopy(model)
-    memory = {"vectorised": 0.9, "unet": 0.9, "autocast": 0.5, "only autocast": 0.5}.get(name, 0.7)
+    memory = {
+        "vectorised": 0.9,
+        "transformed": 0.95,
+        "unet": 0.9,
+        "autocast": 0.5,
+        "only autocast": 0.5,
+    }.get(name, 0.7)
     compiled = mst.compile(ours, memory=memory)
     found = trained(compiled, ours, x)
     assert compiled.plan is not None and not compiled.plan.keeps_all
@@ -535,6 +554,8 @@ exec("def asserting(block, y):\n    assert len(y) < 32, 'too many'\n    return y
         (Net(), (), TypeError, "required positional argument"),
         (Net(), (batch(2, 3),), RuntimeError, "^mat1 and mat2 shapes cannot be multiplied"),
         (nn.BatchNorm1d(WIDTH, momentum=None), (batch(),), ArgumentError, "whole at .*data-dep"),
+        (Net(), (batch().to_sparse(),), ArgumentError, "whole at .*sparse Tensors"),
+        (Net(lambda _, y: y.to_sparse()), (batch(),), ArgumentError, "whole at .*sparse Tensors"),
     ],
 )
 def test_a_failed_call_raises_what_the_model_raises_or_says_why(
