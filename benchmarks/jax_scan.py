@@ -8,7 +8,13 @@ checkpointed loop with the same memory, where it is installed.  Time is that of 
 threads of the tier included, and the least of some runs; memory is the most that a run holds
 beyond what the process held before it, over the budget.
 
-    python -m benchmarks.jax_scan [--quick] [--json FILE] [--plot FILE]
+Beside these a solve of diffrax with `MultistageAdjoint`, over `RecursiveCheckpointAdjoint`; a step
+of training with Adam, jitted and its arguments donated, over the same with `jax.lax.scan`; and how
+often a program is traced for each of five lengths.
+
+    python -m benchmarks.jax_scan [--quick] [--long] [--json FILE] [--plot FILE]
+
+`--long` compares 10^4 steps of the GRU with 10^6.
 """
 
 from __future__ import annotations
@@ -28,6 +34,9 @@ STEPS = {"gru": (10_000, 100_000), "wave": (1_000, 8_000)}
 QUICK_STEPS = {"gru": (2_000, 10_000), "wave": (200, 800)}
 METHODS = ("sqrt", "ours", "equinox", "plain")
 REPEATS = 3
+LONG_STEPS = 1_000_000
+SOLVE_STEPS, QUICK_SOLVE_STEPS = 10_000, 1_000
+LENGTHS = (100, 200, 300, 400, 500)
 # Large blocks go back to the system: XLA allocates its memory by whatever thread runs a program.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 MOST_PLAIN = {"gru": 10_000, "wave": 0}  # steps whose residuals fit
@@ -153,6 +162,128 @@ def measured(task: dict[str, Any]) -> dict[str, Any]:
         }
 
 
+def solved(task: dict[str, Any]) -> dict[str, Any]:
+    """Solve a differential equation; return microseconds a step, and sums of the gradient."""
+    diffrax: Any = importlib.import_module("diffrax")
+    import jax
+    import jax.numpy as jnp
+
+    import multistage.jax as mjax
+
+    weights = jax.random.normal(jax.random.key(0), (128, 128)) / 12
+    start, steps = jnp.ones((16, 128)) / 2, task["steps"]
+    with tempfile.TemporaryDirectory(prefix="jax-scan-", dir=".") as folder:
+        adjoint = (
+            mjax.MultistageAdjoint(memory=BUDGETS["gru"], tiers=f"file:{folder}")
+            if task["method"] == "ours"
+            else diffrax.RecursiveCheckpointAdjoint(checkpoints=BUDGETS["gru"] // start.nbytes)
+        )
+
+        def loss(w: Any) -> Any:
+            return (
+                diffrax.diffeqsolve(
+                    diffrax.ODETerm(lambda t, y, w: jnp.tanh(y @ w) - y),
+                    diffrax.Heun(),
+                    0.0,
+                    10.0,
+                    10.0 / steps,
+                    start,
+                    args=w,
+                    adjoint=adjoint,
+                    max_steps=2 * steps,
+                ).ys
+                ** 2
+            ).sum()
+
+        run = jax.jit(jax.value_and_grad(loss))
+        seconds = []
+        for _ in range(REPEATS + 1):
+            began = time.process_time()
+            value, gradient = jax.block_until_ready(run(weights))
+            seconds.append(time.process_time() - began)
+    return {
+        "us_per_step": 1e6 * min(seconds[1:]) / steps,
+        "loss": float(value),
+        "gradient": [float(abs(gradient).sum())],
+    }
+
+
+def trained(task: dict[str, Any]) -> dict[str, Any]:
+    """Train a GRU for some steps; return microseconds a time step, and the last loss."""
+    optax: Any = importlib.import_module("optax")
+    import jax
+
+    optimiser = optax.adam(1e-3)
+    with tempfile.TemporaryDirectory(prefix="jax-scan-", dir=".") as folder:
+        function, parameters = loss(task["method"], "gru", task["steps"], folder)
+
+        def train(p: Any, state: Any) -> Any:
+            value, gradient = jax.value_and_grad(function)(p)
+            updates, state = optimiser.update(gradient, state)
+            return optax.apply_updates(p, updates), state, value
+
+        run = jax.jit(train, donate_argnums=(0, 1))
+        state, seconds = optimiser.init(parameters), []
+        for _ in range(REPEATS + 1):
+            began = time.process_time()
+            parameters, state, value = jax.block_until_ready(run(parameters, state))
+            seconds.append(time.process_time() - began)
+    us = 1e6 * min(seconds[1:]) / task["steps"]
+    return {"us_per_step": us, "loss": float(value), "gradient": []}
+
+
+def of_calls(_task: dict[str, Any]) -> dict[str, Any]:
+    """Return how often a program is traced for each of five lengths."""
+    import jax
+    import jax.numpy as jnp
+
+    import multistage.jax as mjax
+
+    traced = []
+
+    def run(c: Any, xs: Any) -> Any:
+        traced.append(1)
+        options: Any = {"memory": "7 slots", "tiers": "memory:"}
+        return mjax.scan(lambda c, x: (jnp.sin(c) + x, None), c, xs, **options)[0].sum()
+
+    start = jnp.ones(2048)
+    grad = jax.jit(jax.grad(run))
+    for length in LENGTHS:
+        for scale in (1.0, 2.0, 3.0):
+            jax.block_until_ready(grad(start, scale * jnp.ones(length)))
+    return {"compilations": len(traced) / len(LENGTHS)}
+
+
+CHILDREN = {"solve": solved, "train": trained, "calls": of_calls}
+
+
+def others(steps: int, left_out: list[str]) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return samples and ratios of what is not a loop alone."""
+    samples: dict[str, Any] = {}
+    ratios: dict[str, float] = {}
+    for what, package, name, methods in (
+        ("solve", "diffrax", "diffrax_over_recursive", ("ours", "recursive")),
+        ("train", "optax", "training_step_over_scan", ("ours", "plain")),
+    ):
+        if not importlib.util.find_spec(package):
+            left_out.append(f"{what}: {package} is not installed")
+            continue
+        found = samples[what] = {
+            method: child(
+                "benchmarks.jax_scan",
+                {"problem": what, "method": method, "steps": steps},
+                ENVIRONMENT,
+            )
+            for method in methods
+        }
+        ours, other = (found[method] for method in methods)
+        assert close(ours, other), f"{what}: another gradient"
+        ratios[name] = ours["us_per_step"] / other["us_per_step"]
+    task = {"problem": "calls"}
+    samples["calls"] = child("benchmarks.jax_scan", task, ENVIRONMENT)
+    return samples, ratios | samples["calls"]
+
+
 def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two methods gave one loss and one gradient, up to rounding."""
     pairs = zip([one["loss"], *one["gradient"]], [other["loss"], *other["gradient"]], strict=True)
@@ -163,15 +294,18 @@ def main() -> None:
     """Measure all, print the ratios."""
     parser = options(__doc__)
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--long", action="store_true", help="10^6 steps of the GRU")
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(measured(json.loads(args.child))))
+        task = json.loads(args.child)
+        print(json.dumps(CHILDREN.get(task["problem"], measured)(task)))
         return
     left_out = [] if importlib.util.find_spec("equinox") else ["equinox: it is not installed"]
     methods = [each for each in METHODS if each != "equinox" or not left_out]
     samples: dict[str, Any] = {}
     ratios: dict[str, float] = {}
     for name, (few, many) in (QUICK_STEPS if args.quick else STEPS).items():
+        many = LONG_STEPS if args.long and name == "gru" else many
         found: dict[str, Any] = {}
         for method in methods:
             if method == "plain" and few > MOST_PLAIN[name]:
@@ -190,6 +324,9 @@ def main() -> None:
         ratios[f"{name}_sqrt_peak_over_budget"] = found["sqrt"]["peak_bytes"] / BUDGETS[name]
         ratios[f"{name}_time_growth"] = found["longer"]["us_per_step"] / ours["us_per_step"]
         ratios[f"{name}_peak_growth"] = found["longer"]["peak_bytes"] / ours["peak_bytes"]
+    more, more_ratios = others(QUICK_SOLVE_STEPS if args.quick else SOLVE_STEPS, left_out)
+    samples |= more
+    ratios |= more_ratios
     finish(args, "jax_scan", samples, ratios, left_out)
 
 
