@@ -29,7 +29,7 @@ from .sequences.inputs import Given, Inputs
 from .sequences.results import Outputs
 from .sequences.results import Unrolled as Unrolled
 from .sequences.running import run
-from .sequences.survey import surveyed
+from .sequences.survey import Survey, surveyed
 from .sequences.unroll_plan import UnrollPlanner
 
 State = TypeVar("State")
@@ -271,7 +271,10 @@ def unroll(
     sequence.shared_with(pytree.tree_leaves(state))
     cells = Cells(each, fused, made)
     either = unequal is None and not cells.fused
-    survey, facts = surveyed(
-        cells, state, sequence, parameters, random, settings, equal=equal, either=either
+    found, facts = surveyed(
+        lambda equal: Survey(cells, state, sequence, parameters, settings, equal),
+        random,
+        equal=equal,
+        either=either,
     )
-    return run(survey, facts, state, outputs, settings)
+    return run(found, facts, state, outputs, settings)

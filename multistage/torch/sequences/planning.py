@@ -71,7 +71,7 @@ def planned(
         # Steps of a kind may be of several sizes, if costs are given.
         None if settings.costs is None else given.inputs.form(),
     )
-    order = (n, tuple(facts.steps) if facts.equal else bytes(facts.steps))
+    order = (n, bytes(facts.steps))
     key, weight = (settings.tiers, kinds, order), facts.kinds[-1].weight
     known = KNOWN.get(Known, key)
     free = free_bytes(given.device) if settings.memory is None else None
@@ -84,15 +84,21 @@ def planned(
     found: Equal | Unequal
     if facts.equal:
         costs, fresh = _samples(given, leaves, kinds, budget)
-        found = _equal(given, costs, layout, store, leaves)
+        found = Equal(given, costs, layout, store)
+        if store is not None:
+            state = [*(t.detach() for t in leaves), *given.around.now()]
+            rates = settings.tiers, given.device, layout.nbytes
+            found.tier = KNOWN.got(Tier, rates, lambda: tier_of(store, layout, state))
+            if settings.offloads and costs[-1].saved is not None:
+                found.page = _page_tier(store, given.device, settings)
     else:
         if settings.costs is None:
             steps, costs = _steps_of(given, survey, leaves)
         else:
             steps = _steps_by(settings.costs, facts, n)
-        found = Unequal(steps, settings, store, given.device)
+        found = Unequal(given, steps, store)
     memory = budget.bytes_of(lambda: found.keep_bytes)
-    plan = choose(found, n, memory, settings)
+    plan = choose(found, memory)
     again = kinds, plan.plan is not None
     checked = KNOWN.get(Checked, again)
     if fresh or checked is None:
@@ -148,28 +154,6 @@ def _samples(
         )
         known = KNOWN.put(kinds, Sampled(found, weight, n))
     return [each for each in known.samples if each.chunk <= n], fresh
-
-
-def _equal(
-    given: Computation,
-    samples: Sequence[Cost],
-    layout: TensorLayout,
-    store: Store | None,
-    leaves: Sequence[Tensor],
-) -> Equal:
-    """Return the ways to run equal steps, its tier measured."""
-    facts, settings, device = given.facts, given.settings, given.device
-    nodes = node_bytes(facts.kinds[-1].weight[0] / facts.looked_at, device)
-    found = Equal(samples, given.inputs.steps, layout.nbytes, settings, nodes)
-    if store is None:
-        return found
-    state = [*(t.detach() for t in leaves), *given.around.now()]
-    key = settings.tiers, device, layout.nbytes
-    found.tier = KNOWN.got(Tier, key, lambda: tier_of(store, layout, state))
-    found.buffer_bytes = store.buffer_bytes(layout.record)
-    if settings.offloads and samples[-1].saved is not None:
-        found.page = _page_tier(store, device, settings)
-    return found
 
 
 def _page_tier(store: Store, device: torch.device, settings: Settings) -> Tier | None:

@@ -13,8 +13,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from ...actions import Evict, Reverse, Tape
 from ...backends.base import Store
 from ...errors import ArgumentError, BudgetError, StoreError
@@ -38,10 +36,11 @@ from ...reversing.streamed import (
     require_room,
 )
 from ...support.units import format_bytes
+from ..tensors.states import TensorLayout
 from ..tiers.paging import PAGE_BYTES
-from .arguments import Settings
-from .costs import LEAST, Cost, Steps, beyond_free
+from .costs import LEAST, Cost, Steps, beyond_free, node_bytes
 from .remembered import KNOWN
+from .through_time import Computation
 from .unroll_plan import UnrollPlan
 
 TRAVELS_BYTES = 256 << 10  # tapes' tensors of at least this travel
@@ -66,7 +65,7 @@ class Found:
     cuts: tuple[int, ...] = ()
 
 
-def choose(steps: Equal | Unequal, n_steps: int, memory: int, settings: Settings) -> UnrollPlan:
+def choose(ways: Equal | Unequal, memory: int) -> UnrollPlan:
     """Return the fastest plan that fits, of all planners and ways to cut the steps.
 
     Raises
@@ -76,18 +75,19 @@ def choose(steps: Equal | Unequal, n_steps: int, memory: int, settings: Settings
     BudgetError
         If none fits; the message names the smallest limit that works, as far as is known.
     """
-    planner, keep = settings.planner, steps.keep_bytes
+    planner, n_steps = ways.given.settings.planner, ways.given.inputs.steps
+    keep = ways.keep_bytes
     if planner == "keep" and keep > memory:
         raise BudgetError(
             f"plain autograd takes {keep} bytes ({format_bytes(keep)}) for {n_steps} steps, "
             f"more than the limit of {memory}; use planner='auto'"
         )
     if planner in ("auto", "keep") and keep <= memory:  # nothing is faster
-        found = [Found(steps.keep_s, keep, "keep")]
+        found = [Found(ways.keep_s, keep, "keep")]
     else:
-        found = steps.found(memory)
+        found = ways.found(memory)
     if not found:
-        raise _nothing_fits(planner, n_steps, memory, steps.smallest())
+        raise _nothing_fits(planner, n_steps, memory, ways.smallest())
     found.sort(key=lambda entry: entry.seconds)
     # Of those as good, the one that takes the least memory.
     as_good = [entry for entry in found if entry.seconds <= _AS_GOOD * found[0].seconds]
@@ -122,39 +122,21 @@ def _nothing_fits(planner: str, n_steps: int, memory: int, least: int | None) ->
 
 @dataclass(slots=True)
 class Equal:
-    """Plans of equal steps: for each size of chunk one by closed forms.
+    """Plans of equal steps: for each size of chunk one by closed forms."""
 
-    Parameters
-    ----------
-    samples : sequence of Cost
-        Of chunks of several sizes.
-    n_steps, state_bytes : int
-    settings : Settings
-    node_bytes : int
-        Of the nodes of one time step's graph.
-    tier : Tier or None
-        As states see it.
-    buffer_bytes : int
-        Of the tier.
-    page : Tier or None
-        As pages of tapes see it; None where they do not travel.
-    """
-
-    samples: Sequence[Cost]
-    n_steps: int
-    state_bytes: int
-    settings: Settings
-    node_bytes: int
-    tier: Tier | None = None
-    buffer_bytes: int = 0
-    page: Tier | None = None
+    given: Computation
+    samples: Sequence[Cost]  # of chunks of several sizes
+    layout: TensorLayout
+    store: Store | None
+    tier: Tier | None = None  # as states see it
+    page: Tier | None = None  # as pages of tapes see it; None where they do not travel
     _least: list[int] = field(default_factory=list)
 
     @property
     def keep_bytes(self) -> int:
         """What plain autograd takes."""
-        steps, last = self.n_steps, self.samples[-1]
-        nodes = beyond_free(steps * self.node_bytes)
+        steps, last = self.given.inputs.steps, self.samples[-1]
+        nodes = self._nodes(steps)
         if len(self.samples) == 1:
             return steps * last.peak_bytes // last.chunk + nodes
         before = self.samples[-2]
@@ -167,7 +149,9 @@ class Equal:
 
         No schedule of the same turns is faster, whatever the clock's noise.
         """
-        return min(sample.turn_s / sample.chunk for sample in self.samples) * self.n_steps
+        return (
+            min(sample.turn_s / sample.chunk for sample in self.samples) * self.given.inputs.steps
+        )
 
     def found(self, memory: int) -> list[Found]:
         """Return the plans that fit, but for that of plain autograd.
@@ -177,7 +161,8 @@ class Equal:
         ArgumentError
             For planner "offload" without a tier that tapes may travel to.
         """
-        planner, chunk, found = self.settings.planner, self.settings.chunk, list[Found]()
+        settings, n, found = self.given.settings, self.given.inputs.steps, list[Found]()
+        planner, chunk = settings.planner, settings.chunk
         if planner == "offload" and self.page is None:
             raise ArgumentError(
                 "planner 'offload' needs a tier, as in tiers=['file:///scratch'], and a cell that "
@@ -189,12 +174,12 @@ class Equal:
             if offloaded.peak_bytes <= memory:
                 found.append(offloaded)
         for sample in self.samples:
-            if chunk is not None and sample.chunk != min(chunk, self.n_steps):
+            if chunk is not None and sample.chunk != min(chunk, n):
                 continue
             if planner in ("auto", "recompute"):
                 found += self._scheduled(sample, memory, "recompute", ())
             tier = self.tier  # one chunk leaves no state to write to it
-            if planner in ("auto", "stream") and tier is not None and sample.chunk < self.n_steps:
+            if planner in ("auto", "stream") and tier is not None and sample.chunk < n:
                 found += self._scheduled(sample, memory, "stream", (tier,))
         return found
 
@@ -204,28 +189,30 @@ class Equal:
         The seconds are by the last sample, the bytes by one that is measured under any limit: a
         limit that an error names would not work if another sample decided it then.
         """
-        last, sample = self.samples[-1], self.samples[:LEAST][-1]
+        last, sample, n = self.samples[-1], self.samples[:LEAST][-1], self.given.inputs.steps
         assert last.saved is not None and sample.saved is not None
-        pages = sum(-(-n // PAGE_BYTES) for n in last.saved if n >= TRAVELS_BYTES)
+        pages = sum(-(-size // PAGE_BYTES) for size in last.saved if size >= TRAVELS_BYTES)
         # A third of a turn is forward, and hides the writes; the rest hides the reads.
         forward_s, backward_s = last.turn_s / 3, 2 * last.turn_s / 3
         seconds = max(forward_s, pages * page.write_s) + max(backward_s, pages * page.read_s)
         seconds += pages * (page.write_overhead_s + page.read_overhead_s)
-        staying = sum(n for n in sample.saved if n < TRAVELS_BYTES)
+        staying = sum(size for size in sample.saved if size < TRAVELS_BYTES)
         # On the way, or fetched ahead.
-        moving = 9 * max((n for n in sample.saved if n >= TRAVELS_BYTES), default=0)
-        peak = int(staying * self.n_steps / sample.chunk) + moving
-        peak += sample.peak_bytes // sample.chunk + beyond_free(self.n_steps * self.node_bytes)
-        return Found(seconds * self.n_steps / last.chunk, peak, "offload")
+        moving = 9 * max((size for size in sample.saved if size >= TRAVELS_BYTES), default=0)
+        peak = int(staying * n / sample.chunk) + moving
+        peak += sample.peak_bytes // sample.chunk + self._nodes(n)
+        return Found(seconds * n / last.chunk, peak, "offload")
 
     def _scheduled(
         self, sample: Cost, memory: int, name: str, tiers: tuple[Tier, ...]
     ) -> list[Found]:
         """Return the plan for chunks of one size, if it fits, and writes with a tier."""
-        size = self.state_bytes
+        size = self.layout.nbytes
         # The live state and its adjoint, beside one chunk's graph.
-        fixed = sample.peak_bytes + beyond_free(sample.chunk * self.node_bytes) + 2 * size
-        fixed += self.buffer_bytes if tiers else 0
+        buffers = (
+            self.store.buffer_bytes(self.layout.record) if self.store is not None and tiers else 0
+        )
+        fixed = sample.peak_bytes + self._nodes(sample.chunk) + 2 * size + buffers
         self._least.append(fixed + size)
         slots = (memory - fixed) // size
         if slots < 1:
@@ -237,15 +224,20 @@ class Equal:
             tiers=tiers,
             action_s=action_seconds(),
         )
-        count, planner = -(-self.n_steps // sample.chunk), self.settings.planner
-        chosen = _scheduled(costs, slots, count, planner)
+        count = -(-self.given.inputs.steps // sample.chunk)
+        chosen = _scheduled(costs, slots, count, self.given.settings.planner)
         if tiers and not chosen.writes:
             return []
         peak = fixed + int(chosen.peak_slots * size)
-        buffers = self.buffer_bytes if tiers else 0
         beside = {"the live state, its adjoint and a chunk's graph": fixed - buffers}
         chosen = chosen.within(memory, {BUFFERS: buffers, **beside})
         return [Found(chosen.makespan_s, peak, name, sample.chunk, chosen)]
+
+    def _nodes(self, steps: int) -> int:
+        """Return what the nodes of the graph of some steps take that counts."""
+        facts = self.given.facts
+        each = node_bytes(facts.kinds[-1].weight[0] / facts.looked_at, self.given.device)
+        return beyond_free(steps * each)
 
     def smallest(self) -> int | None:
         """Return the smallest limit that works, None if none is known."""
@@ -267,23 +259,12 @@ def _scheduled(costs: Costs, slots: int, n: int, planner: str) -> Plan:
 
 
 class Unequal:
-    """Plans of steps that differ: the best cuts, and a plan of the chunks as a chain.
+    """Plans of steps that differ: the best cuts, and a plan of the chunks as a chain."""
 
-    Parameters
-    ----------
-    steps : Steps
-    settings : Settings
-    store : Store or None
-    device : torch.device
-        Where states lie.
-    """
-
-    def __init__(
-        self, steps: Steps, settings: Settings, store: Store | None, device: torch.device
-    ) -> None:
-        self._steps, self._settings, self._store = steps, settings, store
-        self._device = device
-        self._chunk, self._memory = settings.chunk, 0
+    def __init__(self, given: Computation, steps: Steps, store: Store | None) -> None:
+        self.given, self._settings = given, given.settings
+        self._steps, self._store = steps, store
+        self._chunk, self._memory = given.settings.chunk, 0
         self.keep_bytes = plan_chain(steps.plain(), None, "store-all").peak_bytes
         self.keep_s = steps.seconds
         # The caller holds the last state from the end of the forward sweep on.
@@ -385,7 +366,7 @@ class Unequal:
         buffers = store.buffer_bytes(largest_of(costs))
         room = memory - self._held - buffers
         require_room(store, costs)
-        key = self._settings.tiers, self._device, nbytes
+        key = self._settings.tiers, self.given.device, nbytes
         rates = KNOWN.got(Tier, key, lambda: measured_rates(store, nbytes))
         rates = bounded(rates, store, costs)
         with _beside(self._held + buffers):

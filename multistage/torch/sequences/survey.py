@@ -15,7 +15,7 @@ import contextlib
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -69,29 +69,22 @@ class StateVaries(StateError):
 
 
 def surveyed(
-    cells: Cells,
-    state: object,
-    inputs: Inputs,
-    parameters: Sequence[Tensor] | None,
-    draws: bool | None,
-    settings: Settings,
-    *,
-    equal: bool,
-    either: bool,
+    survey: Callable[[bool], Survey], draws: bool | None, *, equal: bool, either: bool
 ) -> tuple[Survey, Facts]:
     """Look at steps of each kind; return what does so, and what they do.
 
-    With `either` those that are taken to be `equal` may turn out to differ.
+    `survey(equal)` is to do so.  With `either` those that are taken to be `equal` may turn out
+    to differ.
     """
     with looking():
         try:
-            survey = Survey(cells, state, inputs, parameters, settings, equal=equal)
-            return survey, survey.facts(draws)
+            found = survey(equal)
+            return found, found.facts(draws)
         except StateVaries:
             if not either:
                 raise
-        survey = Survey(cells, state, inputs, parameters, settings, equal=False)
-        return survey, survey.facts(draws)
+        found = survey(False)
+        return found, found.facts(draws)
 
 
 class Survey:
@@ -121,7 +114,6 @@ class Survey:
         inputs: Inputs,
         parameters: Sequence[Tensor] | None,
         settings: Settings,
-        *,
         equal: bool,
     ) -> None:
         leave_hooks_alone()
