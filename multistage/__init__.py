@@ -11,6 +11,7 @@ schedule, `simulate` runs it in virtual time, `check` proves it legal;
 from . import actions as actions
 from . import backends as backends
 from . import errors as errors
+from . import testing as testing
 from .backends import open_store as open_store
 from .measurement.chain import measure as measure
 from .model.blocks import Blocks as Blocks

@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 57_463,
-    "classes": 452,
-    "functions": 3579,
+    "package_lines": 57_734,
+    "classes": 454,
+    "functions": 3596,
     "files_under_60": 4,
-    "import_lines": 3286,
+    "import_lines": 3298,
     "twins": 0,
-    "test_lines": 51_124,
+    "test_lines": 51_246,
 }
 
 

@@ -19,6 +19,7 @@ ROOT = Path(multistage.__file__).parent
 ORDER = (
     "version",
     "errors",
+    "testing",
     "actions",
     "native",
     "support",
