@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 57_734,
+    "package_lines": 57_750,
     "classes": 454,
-    "functions": 3596,
+    "functions": 3597,
     "files_under_60": 4,
-    "import_lines": 3298,
+    "import_lines": 3297,
     "twins": 0,
-    "test_lines": 51_246,
+    "test_lines": 51_250,
 }
 
 

@@ -91,7 +91,7 @@ def test_blocks_run(block: Block, tmp_path: Path, monkeypatch, capsys) -> None:
     names: dict[str, object] = {}
     exec(compile(block.text, "README or docs", "exec"), names)
     printed = capsys.readouterr().out
-    assert re.search("plan |predicted|Stats|steps in blocks", printed)
+    assert re.search("plan |predicted|Stats|steps in blocks|remainder", printed)
     assert list(tmp_path.iterdir()) == []
 
 
