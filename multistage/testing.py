@@ -159,8 +159,8 @@ def taylor(
     rounding = _ROUNDINGS * eps * max(map(abs, (value, *values)))
     if max(left) <= rounding and size * abs(slope) < _SEEN * rounding:
         raise ArgumentError(
-            f"from size={size:.2g} on there is nothing but rounding errors, which would hide a wrong "
-            "gradient; give a larger size or direction"
+            f"from size={size:.2g} on there is nothing but rounding errors, which would hide a "
+            "wrong gradient; give a larger size or direction"
         )
     return Taylor(steps, tuple(left), rounding)
 
