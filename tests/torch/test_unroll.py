@@ -182,7 +182,8 @@ def test_through_a_slow_tier(name: str, tier: str, tmp_path: Path) -> None:
     assert out.plan is not None and out.plan.plan is not None and out.plan.plan.writes > 0
     made, reserved = out.plan.plan, out.plan.plan.reserved
     assert (made.memory_bytes or 0) + sum(reserved.values()) == 180 << 10
-    assert reserved["buffers of the tiers"] > 0
+    if torch.get_default_device().type == "cpu":  # else they are not in the device's memory
+        assert reserved["buffers of the tiers"] > 0
     del out
     gc.collect()
     assert list(tmp_path.iterdir()) == []

@@ -109,7 +109,7 @@ def enable(
     >>> pa.pause_annotation()
     >>> functional = pa.ReducedFunctional(x, pa.Control(m))
     >>> round(float(functional.derivative()), 9), run.plan.n_steps
-    (0.563308849, 10)
+    (0.800988462, 10)
     >>> run.close()
     """
     _require(
