@@ -354,12 +354,18 @@ def _while_loop(
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False)
 class _Sweep:
-    """A loop that has run forward, which of its arrays have a gradient, and what from."""
+    """A loop that has run forward, which of its arrays have a gradient, and what from.
+
+    JAX may trace the forward sweep for other gradients in between, as an outer loop does that
+    asks what has one, and gives the reverse sweep what the last trace has returned.  So a
+    reverse sweep takes the gradients that any trace was asked for.
+    """
 
     loop: _While
     flags: tuple[Flags, Flags, Flags]
     pullback: Pullback
     most_every: int
+    traced: list[_Sweep]
 
 
 def _solved(
@@ -371,6 +377,7 @@ def _solved(
     buffers: Arrays,
 ) -> tuple[Arrays, Arrays]:
     """Return the last carry and the buffers, with a gradient."""
+    traced: list[_Sweep] = []
 
     def plain(consts: Arrays, carry: Arrays, buffers: Arrays) -> tuple[Arrays, Arrays]:
         return loop.run(0, loop.most_steps, consts, carry, buffers)[1:]
@@ -402,7 +409,8 @@ def _solved(
         zero = jnp.int32(0)
         started = zero, zero, jnp.uint32(0), jnp.zeros(()), carry, buffers
         n, blocks, token, witness, last, buffers = lax.while_loop(more, go, started)
-        sweep = _Sweep(loop, flags, pullback, site.most_every)
+        sweep = _Sweep(loop, flags, pullback, site.most_every, traced)
+        traced.append(sweep)
         return (last, buffers), (sweep, run, every, n, blocks, token, witness, consts)
 
     whole: Any = jax.custom_vjp(plain)
@@ -414,8 +422,11 @@ def _solved(
 def _reverse(kept: Any, cotangents: Any) -> tuple[Any, ...]:
     """Return the gradients by what the loop closes over, by its first state and its buffers."""
     sweep, run, every, n, blocks, token, witness, consts = kept
-    loop, flags, pullback = sweep.loop, sweep.flags, sweep.pullback
-    like: Any = pullback.given[0]
+    loop, like = sweep.loop, sweep.pullback.given[0]
+    of_all = zip(*(one.flags for one in sweep.traced), strict=True)
+    flags: Any = tuple(tuple(map(any, zip(*some, strict=True))) for some in of_all)
+    pullback = Pullback.of(partial(loop.pull, flags), consts, like)
+    most_every = max(one.most_every for one in sweep.traced)
     given, of_rows = (
         tuple(jnp.zeros(a.shape, a.dtype) if isinstance(a, SymbolicZero) else a for a in some)
         for some in map(_some, cotangents, flags[1:])
@@ -454,7 +465,7 @@ def _reverse(kept: Any, cotangents: Any) -> tuple[Any, ...]:
         return token, *done, residuals
 
     zeros = tuple(map(jnp.zeros_like, _some(consts, flags[0])))
-    started = token, given, zeros, pullback.blank(sweep.most_every)
+    started = token, given, zeros, pullback.blank(most_every)
     _, adjoint, total, _ = lax.fori_loop(0, blocks, turned, started)
     gradients = total, adjoint, of_rows
     return tuple(

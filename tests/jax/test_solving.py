@@ -142,6 +142,26 @@ def test_a_solve_of_no_steps_has_a_gradient():
     assert mjax.last_report().steps == 0
 
 
+def test_a_solve_inside_a_step_of_another_has_the_gradients_of_all_its_arguments():
+    def total(inner, a, y):
+        def field(t, y, a):
+            term = diffrax.ODETerm(lambda t, y, a: -a @ y)
+            options = {"args": a, "max_steps": 16, "adjoint": inner}
+            return diffrax.diffeqsolve(term, diffrax.Euler(), 0.0, 0.5, 0.1, y, **options).ys[0]
+
+        term = diffrax.ODETerm(field)
+        options = {"args": a, "max_steps": 16, "adjoint": THEIRS}
+        return (
+            diffrax.diffeqsolve(term, diffrax.Euler(), 0.0, 0.5, 0.1, y, **options).ys ** 2
+        ).sum()
+
+    found, expected = (
+        jax.jit(jax.grad(lambda a, y, inner=inner: total(inner, a, y), argnums=(0, 1)))(A, Y0)
+        for inner in (OURS, THEIRS)
+    )
+    close(expected, found)
+
+
 def test_what_is_refused():
     path = diffrax.UnsafeBrownianPath((5,), jax.random.key(0))
     control = diffrax.ControlTerm(lambda t, y, args: 0.1 * jnp.diag(y), path)
