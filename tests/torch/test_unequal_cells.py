@@ -931,3 +931,24 @@ def test_a_sequence_inside_a_cell_is_planned_once(
     assert out.plan is not None and out.plan.planner != "keep"
     assert made["choose"] == made["measured"] == 2
     assert made["measured_rates"] <= 2 * 3  # for each size of pages
+
+
+class Hooked(Layer):
+    def forward(self, h: Tensor, x: None) -> Tensor:
+        h.register_hook(lambda gradient: gradient * 0.5)
+        return super().forward(h, x)
+
+
+def test_hooks_on_states_that_are_made_again_to_be_measured() -> None:
+    """No limit in bytes: states of each kind are not held, and come from the steps before."""
+    torch.manual_seed(0)
+    widths = [4, 8, 16, 8, 4]
+    cells = [Hooked(a, b) for a, b in itertools.pairwise(widths)]
+    h = torch.randn(3, 4, requires_grad=True)
+    targets = [h, *nn.ModuleList(cells).parameters()]
+    plain = h * 1
+    for cell in cells * 5:
+        plain = cell(plain, None)
+    ours = mst.unroll(cells * 5, h * 1, None, planner="recompute", chunk=1).state
+    found = [torch.autograd.grad(last.square().sum(), targets) for last in (plain, ours)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -319,13 +319,13 @@ class Survey:
         before = [each for each in self._held.values() if each[0] <= t]
         step, leaves = max(before, key=lambda each: each[0], default=(0, self._first))
         kinds = [self._kinds[number][0] for number in self._steps[:t]]
-        with self._untouched(), torch.no_grad():
-            spec = self._states[kinds[step - 1].after if step else 0].spec
-            state = pytree.tree_unflatten([leaf.detach() for leaf in leaves], spec)
+        spec = self._states[kinds[step - 1].after if step else 0].spec
+        with self._untouched(), torch.set_grad_enabled(any(kind.graded for kind in kinds)):
             for i in range(step, t):
-                result: Any = self.cells.at(i).call(state, self.inputs.at(i))
-                state = result[0] if kinds[i].returns_y else result
-        return pytree.tree_leaves(state)
+                given = _as_found(leaves, [leaf.requires_grad for leaf in leaves])
+                result: Any = self.cells.at(i).call(spec.unflatten(given), self.inputs.at(i))
+                leaves, spec = pytree.tree_flatten(result[0] if kinds[i].returns_y else result)
+        return leaves
 
     def _untouched(self) -> AbstractContextManager[None]:
         """Run steps as things are now; put everything back."""
