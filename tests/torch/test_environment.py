@@ -293,6 +293,34 @@ def test_dicts_of_closures_and_keywords_are_those_of_the_first_run() -> None:
     assert_equal(*found)
 
 
+def test_the_first_attribute_that_a_function_gives_itself_is_put_back() -> None:
+    """There was none when the chain was made: its profiling must leave no count behind."""
+
+    def outputs(through: Callable[[nn.Module, Tensor], Call]) -> list[Tensor]:
+        def counted(x: Tensor) -> Tensor:
+            counted.calls = getattr(counted, "calls", 0) + 1  # type: ignore[attr-defined]
+            return x * counted.calls  # type: ignore[attr-defined]
+
+        x = torch.ones(4, WIDTH)
+        call = through(Calling(counted), x)
+        return [call(x) for _ in range(3)]
+
+    assert_equal(
+        outputs(lambda stage, x: nn.Sequential(*net(2), stage)),
+        outputs(lambda stage, x: mst.Sequential([*net(2), stage], x, memory=1.0)),
+    )
+
+
+class Calling(nn.Module):
+    def __init__(self, function: Call) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.function(x)
+        return y
+
+
 def test_forward_hooks_are_those_of_the_first_run_and_run_unnoticed() -> None:
     x, model = torch.randn(4, WIDTH), net()
     seen: list[Tensor] = []

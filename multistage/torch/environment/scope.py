@@ -384,7 +384,7 @@ class _Walk:
                 self._variable(value, key, _uses(function.__code__)[1].get(key), depth)
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         self._all(defaults, name or function.__name__, depth)
-        if function.__dict__:
+        if function.__dict__ or any(function.__name__ in each for each in _uses(function.__code__)):
             self._hold(function.__dict__, f"{function.__name__}.", "", depth)
         self._code(function, depth)
 
