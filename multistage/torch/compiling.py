@@ -341,6 +341,7 @@ class Chain(LimitedModule):
         state = stages.bind(arguments)
         refuse_wrapped(state)
         output: Any = ChainCall(self, state).result()
+        torch._C._set_grad_enabled(stages.leaves_graded)  # for what follows a break
         return stages.result(arguments, output)
 
 

@@ -538,6 +538,30 @@ def test_breaks_are_allowed_and_what_they_hold_is_told() -> None:
         mst.compile(plain, memory="1 MiB", allow_breaks=True)
 
 
+class TurnsGradientsOff(Broken):
+    """A graph ends where gradients are off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch.set_grad_enabled(False)
+        y = self.second(x)
+        torch._dynamo.graph_break()
+        y = self.first(y)
+        torch.set_grad_enabled(True)
+        return self.second(x + torch.tanh(y))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of TorchDynamo
+@pytest.mark.filterwarnings("ignore:.* ran in:multistage.errors.CheckpointWarning")
+@pytest.mark.parametrize("memory", [0.7, 1.0])
+def test_gradients_that_a_graph_turns_off_stay_off_after_it(memory: float) -> None:
+    plain, x = TurnsGradientsOff(), batch()
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=memory, allow_breaks=True)
+    assert_equal(trained(compiled, ours, x), trained(plain, plain, x))
+    assert torch.is_grad_enabled()
+
+
 def raising(block: Any, y: Tensor) -> Tensor:
     raise ValueError(f"{len(y)} rows")
 

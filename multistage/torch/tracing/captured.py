@@ -146,6 +146,8 @@ class GraphStages(list[GraphStage]):
         self._staying = ways_to_count(observed, found)
         entered = [node for node in graph.graph.nodes if node.target is ENTER]
         self._casts = sorted({str(node.args[0]) for node in entered})
+        modes = [bool(node.args[0]) for node in graph.graph.nodes if node.target is GRADED]
+        self.leaves_graded = modes[-1] if modes else True
         self._bound: list[object] = []
 
     def bind(self, arguments: Sequence[object]) -> object:
@@ -191,8 +193,9 @@ class GraphStages(list[GraphStage]):
                 torch.set_autocast_enabled(cast.device_type, cast.enabled)
                 torch.set_autocast_dtype(cast.device_type, cast.dtype)
             torch.set_autocast_cache_enabled(cached)
-            torch._C._set_grad_enabled(graded)
             raise
+        finally:
+            torch._C._set_grad_enabled(graded)
 
     def counted(self, profile: Profile) -> list[Profile]:
         """Return a profile by all ways to count what passes several cuts."""
