@@ -28,6 +28,7 @@ from ..planners.chain.heterogeneous import ChainPlanner
 from ..support.units import format_bytes
 from .adopting import InFront, YieldingProperty, adopt, yielding
 from .environment.scope import Scope
+from .environment.turns import TURN
 from .measurement.checking import Check, Checked, checked_choice
 from .measurement.exploring import fresh_copy, untouched
 from .measurement.saved import Saved
@@ -338,10 +339,12 @@ class Chain(LimitedModule):
         """Run the graph by the plan for its arguments."""
         stages = self._multistage.graph
         assert stages is not None
-        state = stages.bind(arguments)
-        refuse_wrapped(state)
-        output: Any = ChainCall(self, state).result()
-        torch._C._set_grad_enabled(stages.leaves_graded)  # for what follows a break
+        with TURN.taken():  # TorchDynamo gives modules that are alike one graph
+            state = stages.bind(arguments)
+            refuse_wrapped(state)
+            output: Any = ChainCall(self, state).result()
+        if stages.leaves_graded is not None:  # for what follows a break
+            torch._C._set_grad_enabled(stages.leaves_graded)
         return stages.result(arguments, output)
 
 

@@ -66,7 +66,9 @@ class StageRunner:
         self._first: dict[int, tuple[list[Kind], list[int | None]]] = {}
         self._wants: dict[int, tuple[bool, ...]] = {}  # of the leaves of each state, at first
         self._home = Home()
-        self._shares = any(trait.draws or trait.buffers for trait in traits)  # with other threads
+        # With other threads: generators, buffers, the stages of a captured graph.
+        self._shares = any(trait.draws or trait.buffers for trait in traits)
+        self._shares |= any(getattr(stage, "is_bound", False) for stage in stages)
 
     def __len__(self) -> int:
         return len(self._stages)

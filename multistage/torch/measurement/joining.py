@@ -41,6 +41,7 @@ class Joined:
 
     def __init__(self, stages: Calls, sizes: Sequence[Sizes | None] = ()) -> None:
         self._stages, self.sizes = tuple(stages), tuple(sizes)
+        self.is_bound = any(getattr(stage, "is_bound", False) for stage in stages)
         self._values: list[tuple[object, ...] | None] = [None] * (len(self._stages) - 1)
 
     def __call__(self, state: object) -> object:

@@ -39,6 +39,8 @@ class GraphStage(nn.Module):
         Attributes of the whole graph.
     """
 
+    is_bound = True  # to the parameters of each call: modules may share it
+
     def __init__(
         self, name: str, graph: fx.Graph, places: dict[str, int], constants: dict[str, object]
     ) -> None:
@@ -147,7 +149,7 @@ class GraphStages(list[GraphStage]):
         entered = [node for node in graph.graph.nodes if node.target is ENTER]
         self._casts = sorted({str(node.args[0]) for node in entered})
         modes = [bool(node.args[0]) for node in graph.graph.nodes if node.target is GRADED]
-        self.leaves_graded = modes[-1] if modes else True
+        self.leaves_graded = modes[-1] if modes else None  # as it was
         self._bound: list[object] = []
 
     def bind(self, arguments: Sequence[object]) -> object:
