@@ -38,6 +38,22 @@ def test_of_steps(
     assert "of which buffers of the tiers" in str(made)
 
 
+def test_of_an_unknown_length(tmp_path: Path) -> None:
+    limit = (32 << 20) + 799
+    with Reversal(
+        lambda x, i: x + 1,
+        lambda x, a, i: a,
+        memory=limit,
+        costs=ALIKE,
+        tiers=f"file://{tmp_path}?buffers=1MiB",
+    ) as run:
+        run.reverse(run.forward(np.zeros(100), until=lambda x, i: i == 20))
+        made = run.plan
+    assert made is not None and made.memory_bytes is not None
+    assert made.memory_bytes + sum(made.reserved.values()) == limit
+    assert made.reserved["buffers of the tiers"] > 0
+
+
 @pytest.mark.parametrize("reserved", [["x"], {"x": 1.5}, {"x": "1"}])
 def test_what_a_file_says_is_judged(reserved: object) -> None:
     with pytest.raises(ArgumentError, match="reserved"):

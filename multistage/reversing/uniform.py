@@ -307,7 +307,9 @@ class Uniform(Generic[State, Adjoint]):
     def in_hindsight(self, n_steps: int) -> Callable[[], Plan]:
         """Return a function that plans a sweep of unknown length by its length."""
         assert self.costs is not None
-        return partial(PLANNERS["online"], self.costs, self._slots, n_steps)
+        plan = partial(PLANNERS["online"], self.costs, self._slots, n_steps)
+        limit, reserved = self._arguments.budget.bytes, {BUFFERS: self._buffers}
+        return lambda: plan().within(limit, reserved)
 
     def schedule(
         self, is_last: Callable[[int], bool] | None, executor: Executor[State, Adjoint]
