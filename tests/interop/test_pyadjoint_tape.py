@@ -530,3 +530,68 @@ def test_arrays_of_several_shapes(slots: int) -> None:
             given += [[functional([tapes.wave(phase)])], functional.derivative()]
         found.append([np.asarray(each[0]).tobytes() for each in given])
     assert found[0] == found[1]
+
+
+def mixed(setup: Any) -> list[bytes]:
+    """Derivatives by one of two controls that were given values; the second is made in a step."""
+
+    def model(steps: Any) -> Any:
+        u = m = tapes.wave(0)
+        made = []
+        for i in steps:
+            u = tapes.stepped(u)
+            if i == N - 2:
+                made = [tapes.copied(tapes.wave(1))]
+                u = tapes.run(tapes.Product(0.9, u, *made))
+        return tapes.run(tapes.Energy(u)), [m, *made]
+
+    both, _ = tapes.reduced(model, N, setup)
+    tape, J, (first, second) = both.tape, both.functional, both.controls
+    found = [both.tlm([tapes.wave(2), tapes.wave(3)])]
+    found.append(both([tapes.wave(0.2), tapes.wave(0.3)]))
+    kept = tape.checkpoint_block_vars(both.controls)
+    found += [pyadjoint.compute_derivative(J, first, tape=tape) for _ in range(2)]
+    for one, other in ((first, second), (second, first)):
+        found += both.derivative()
+        found.append(pyadjoint.compute_tlm(J, one, tapes.wave(2), tape=tape))
+        found.append(pyadjoint.compute_hessian(J, other, None, tape=tape, evaluate_tlm=False))
+    pyadjoint.ReducedFunctional(J, first, tape=tape)(tapes.wave(0.5))
+    tape.restore_block_vars(kept)
+    found.append(pyadjoint.compute_derivative(J, first, tape=tape))
+    return [np.asarray(each).tobytes() for each in found]
+
+
+@pytest.mark.parametrize("slots", [2, 3, 20])
+def test_controls_made_in_steps_keep_the_values_given_to_them(slots: int) -> None:
+    assert mixed(enabled(memory=f"{slots} slots", n_steps=N)) == mixed(None)
+
+
+def test_arrays_keep_the_order_of_their_memory_in_stores() -> None:
+    class Columns(tapes.Product):  # type: ignore[misc]
+        def recompute_component(self, inputs: Any, *_: Any) -> Any:
+            return np.asfortranarray(0.5 * np.sin(tapes.plain(inputs[0]))).view(type(inputs[0]))
+
+        def evaluate_adj_component(self, inputs: Any, adjoints: Any, *_: Any) -> Any:
+            x = tapes.plain(inputs[0])
+            return np.cos(x) * adjoints[0] * (1 + 1e-3 * x.ravel("K").sum())
+
+    def model(steps: Any) -> Any:
+        u = m = tapes.vector(np.random.default_rng(3).random((130, 70)))
+        for _ in steps:
+            u = tapes.run(Columns(0.5, u))
+        return tapes.run(tapes.Energy(u)), [m]
+
+    found = []
+    for setup in (None, enabled(n_steps=N, tiers="memory:", planner="streaming")):
+        functional, _ = tapes.reduced(model, N, setup)
+        functional([tapes.vector(np.random.default_rng(4).random((130, 70)))])
+        found.append(np.asarray(functional.derivative()[0]).tobytes())
+    assert found[0] == found[1]
+
+
+def test_a_cleared_tape_is_enabled_again() -> None:
+    tape = pyadjoint.Tape()
+    for _ in range(2):
+        enable(tape, memory="4 slots")
+        tape.clear_tape()
+    assert type(tape) is pyadjoint.Tape

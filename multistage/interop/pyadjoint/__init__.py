@@ -23,7 +23,7 @@ import copy
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -188,7 +188,7 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         self._ready = False  # to be reversed
         self._blocks = 0
         self._seeds: dict[BlockVariable, object] = {}
-        self._directions: set[BlockVariable] = set()  # the controls of tangents
+        self._held: frozenset[BlockVariable] = frozenset()  # controls that steps make
         self._arguments(costs)  # what breaks a rule is refused now
         tape.latest_checkpoint = 0  # a variable is saved at its first use in each step
         tape.get_blocks().append_step()
@@ -246,6 +246,8 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         """Run forward from the controls as they are."""
         self._end_taping()
         self._steps.functional = None if functional is None else functional.block_variable
+        blocks = self._tape.get_blocks()
+        self._held = frozenset(v for block in blocks for v in block.get_outputs() if v.is_control)
         self._forward(tangent=False)
 
     def evaluate_adj(self, last_block: int, markings: bool) -> None:
@@ -258,28 +260,29 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
             for made in block.get_outputs()
             if made.adj_value is not None
         }
-        if not self._ready or self._is_tangent:
-            self._forward(tangent=False)
-        self._reverse(markings)
+        with self._marked(self._held):
+            if not self._ready or self._is_tangent:
+                self._forward(tangent=False)
+            self._reverse(markings)
 
     def evaluate_tlm(self, markings: bool) -> None:
         """Run forward with the tangents of the variables that have one."""
         self._end_taping()
         blocks = self._tape.get_blocks()
         every = {v for block in blocks for v in (*block.get_dependencies(), *block.get_outputs())}
-        self._directions = {v for v in every if v.tlm_value is not None}
-        self._steps.markings = markings
-        with self._marked():
+        found = {v: v.tlm_value for v in every if v.tlm_value is not None}
+        self._steps.directions = found
+        with self._marked({*found, *self._held}):
             self._forward(tangent=True)
 
     def evaluate_hessian(self, markings: bool) -> None:
         """Compute second derivatives, adjoints once more beside them."""
         self._end_taping()
         _require(
-            bool(self._seeds) and bool(self._directions),
+            bool(self._seeds) and bool(self._steps.directions),
             "a Hessian needs a derivative() and its tangents before it",
         )
-        with self._marked():
+        with self._marked({*self._steps.directions, *self._held}):
             if not (self._ready and self._is_tangent):
                 self._forward(tangent=True)
             self._tape.reset_variables(("adjoint",))
@@ -290,19 +293,21 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
     # --------------------------------------------------- called by pyadjoint, as data
 
     def clear(self) -> None:
-        """Give everything back: the tape is cleared."""
+        """Give everything back: the tape is cleared, and may be enabled again."""
         self.close()
         self._broken = True
+        self._tape.__class__, self._tape.latest_checkpoint = Tape, float("inf")
 
     def reset(self) -> None:
         """Do nothing: the blocks are about to run again."""
 
-    def checkpoint(self) -> None:
-        """Keep nothing: what is restored later is computed again."""
+    def checkpoint(self) -> frozenset[BlockVariable]:
+        """Return which controls are not computed; what is restored later is computed again."""
+        return self._held
 
-    def restore_from_checkpoint(self, state: object) -> None:
+    def restore_from_checkpoint(self, state: frozenset[BlockVariable]) -> None:
         """Run forward again before the next derivative."""
-        self._ready = False
+        self._ready, self._held = False, state
 
     def copy(self) -> TapeReversal:
         """Refuse: two tapes would share the states."""
@@ -452,9 +457,12 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
             self._costs[self._is_tangent] = run.steps.costs
 
     @contextmanager
-    def _marked(self) -> Iterator[None]:
-        """Mark the controls of tangents as such, which pyadjoint does for first derivatives."""
-        plain = [variable for variable in self._directions if not variable.is_control]
+    def _marked(self, controls: Iterable[BlockVariable]) -> Iterator[None]:
+        """Mark controls as such: those of tangents, and those that have been given values.
+
+        pyadjoint marks those of a derivative; but it computes no values for derivatives.
+        """
+        plain = [variable for variable in controls if not variable.is_control]
         for variable in plain:
             variable.is_control = True
         try:

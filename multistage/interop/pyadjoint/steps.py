@@ -10,12 +10,12 @@ which holds a later one by then: no block is run before its inputs were looked a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from pyadjoint.block import Block
+from pyadjoint import Block, Tape
 from pyadjoint.block_variable import BlockVariable
-from pyadjoint.tape import Tape
 
 from ...errors import StateError
 from .states import State, codec_of, require_kept
@@ -32,7 +32,9 @@ class Steps:
     Attributes
     ----------
     tangent, markings : bool
-        Whether tangents are computed beside values; what blocks are told.
+        Whether tangents are computed beside values; what blocks are told for adjoints.
+    directions : dict
+        The tangents that were given, of controls.
     functional : BlockVariable or None
         What stays in memory besides.
     """
@@ -42,6 +44,7 @@ class Steps:
     def __init__(self, tape: Tape, history: int) -> None:
         self._tape, self._history = tape, history
         self.tangent = self.markings = False
+        self.directions: dict[BlockVariable, object] = {}
         self.functional: BlockVariable | None = None
         self._frozen: dict[int, tuple[BlockVariable, ...]] = {}
         self._simple: dict[int, bool] = {}
@@ -139,13 +142,13 @@ class Steps:
         for variable in variables:
             if variable not in self._resident and not isinstance(variable.output, float):
                 variable.checkpoint = None
-                if not variable.is_control:
+                if self.tangent and not variable.is_control:  # else perhaps just given
                     variable.reset_variables(("tlm",))
 
     def _restore(self, state: State) -> None:
         for variable, value in state.values.items():
             if variable.checkpoint is None:  # of a control too, cleared before it was one
-                _set(variable, value)
+                variable._checkpoint = value
             variable.checkpoint = value
         for variable, value in state.tangents.items():
             variable.tlm_value = value
@@ -155,23 +158,12 @@ class Steps:
     def _rerun(self, step: int) -> None:
         for block in self._blocks(step):
             for made in block.get_outputs():
-                if not made.is_control:
-                    made.reset_variables(("tlm",))
+                made.tlm_value = copy.copy(self.directions.get(made))  # blocks add to it
                 made.checkpoint = None  # a block may write into what is there
             _require_inputs(block, step)
-            # pyadjoint does not compute a control, though it was cleared before it was one.
-            lost = [
-                made for made in block.get_outputs() if made.is_control and made.checkpoint is None
-            ]
-            for made in lost:
-                made.is_control = False
-            try:
-                block.recompute()
-            finally:
-                for made in lost:
-                    made.is_control = True
+            _recompute(block)
             if self.tangent:
-                block.evaluate_tlm(markings=self.markings)
+                block.evaluate_tlm()  # whatever controls a Hessian has marked by now
 
     def _is_simple(self, step: int) -> bool:
         """Whether all that the adjoint of a step reads is in the states before and after it."""
@@ -201,8 +193,20 @@ class Steps:
         return found
 
 
-def _set(variable: Any, value: object) -> None:
-    variable._checkpoint = value
+def _recompute(block: Block) -> None:
+    """Compute the outputs of a block that lack a value, also those beside a control."""
+    controls = {made: made.checkpoint for made in block.get_outputs() if made.is_control}
+    if all(made.checkpoint is not None for made in block.get_outputs()):
+        return
+    for made in controls:
+        made.is_control = False
+    try:
+        block.recompute()
+    finally:
+        for made, value in controls.items():
+            if value is not None:
+                made._checkpoint = value
+            made.is_control = True
 
 
 def _require_inputs(block: Block, step: int) -> None:
