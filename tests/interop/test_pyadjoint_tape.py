@@ -21,6 +21,7 @@ from multistage.backends.memory import MemoryStore  # noqa: E402
 from multistage.backends.testing import FaultyStore  # noqa: E402
 from multistage.errors import ArgumentError, BudgetError, StateError  # noqa: E402
 from multistage.interop.pyadjoint import enable, register  # noqa: E402
+from multistage.interop.pyadjoint.states import State, TapeLayout, made  # noqa: E402
 from multistage.model.costs import Costs  # noqa: E402
 from multistage.model.tier import Tier  # noqa: E402
 from multistage.planners import PLANNERS  # noqa: E402
@@ -595,3 +596,17 @@ def test_a_cleared_tape_is_enabled_again() -> None:
         enable(tape, memory="4 slots")
         tape.clear_tape()
     assert type(tape) is pyadjoint.Tape
+
+
+def test_a_record_is_read_as_it_was_written() -> None:
+    """Though the same state is made of other objects when it is computed again."""
+    kind = ((3,), np.dtype(float))
+    layout = TapeLayout.for_kinds([kind, kind])
+    one, other = tapes.vector([1.0, 2, 3]), tapes.vector([4.0, 5, 6])
+    u, v = one.create_block_variable(), other.create_block_variable()
+    shared = layout.arrays(State(5, {u: one, v: one}, {}))
+    flat, packing = layout.pack(shared)
+    layout.arrays(State(5, {u: other, v: tapes.vector([7.0, 8, 9])}, {}))
+    found = made(layout.unpack([array.copy() for array in flat], packing), 5)
+    assert found.values[u] is found.values[v]
+    np.testing.assert_array_equal(found.values[v], one)

@@ -19,7 +19,6 @@ several MPI ranks                     ArgumentError
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 from collections import Counter
@@ -43,7 +42,7 @@ from ...report import Report
 from ...reversing.arguments import Arguments
 from ...reversing.sweeps import Sweeps
 from ...support.units import format_bytes
-from .states import Kind, State, TapeLayout, TapeStates, register
+from .states import Kind, State, TapeLayout, TapeStates, copied, register
 from .steps import Steps
 
 __all__ = ["TapeReversal", "enable", "register"]
@@ -255,7 +254,7 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         _require(not last_block, "last_block= is for tapes without multistage")
         self._end_taping()
         self._seeds = {
-            made: copy.copy(made.adj_value)
+            made: copied(made.adj_value)
             for block in self._tape.get_blocks()
             for made in block.get_outputs()
             if made.adj_value is not None
@@ -287,7 +286,7 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
                 self._forward(tangent=True)
             self._tape.reset_variables(("adjoint",))
             for variable, seed in self._seeds.items():
-                variable.adj_value = copy.copy(seed)
+                variable.adj_value = copied(seed)
             self._reverse(markings)
 
     # --------------------------------------------------- called by pyadjoint, as data

@@ -140,6 +140,14 @@ class State(NamedTuple):
         return list(found.values())
 
 
+class Placed(list[Array]):
+    """The arrays of a state, and what it is made of."""
+
+    def __init__(self, arrays: Iterable[Array], parts: Sequence[Part]) -> None:
+        super().__init__(arrays)
+        self.parts = parts
+
+
 class TapeLayout(Layout):
     """The arrays that states of a tape are made of; a state may lack some of them.
 
@@ -150,7 +158,6 @@ class TapeLayout(Layout):
 
     kinds: list[Kind]
     _nothing: list[Array]
-    _parts: dict[int, list[Part]]
 
     @classmethod
     def for_kinds(cls, kinds: Iterable[Kind]) -> TapeLayout:
@@ -158,14 +165,13 @@ class TapeLayout(Layout):
         found = sorted(kinds, key=lambda kind: (kind[0], kind[1].str)) or [((1,), np.dtype("u1"))]
         nothing = [np.zeros(*kind) for kind in found]
         layout = cls.of(tuple(nothing))
-        layout.kinds, layout._nothing, layout._parts = found, nothing, {}
+        layout.kinds, layout._nothing = found, nothing
         return layout
 
-    def arrays(self, state: object, where: int | str = "the state") -> list[Array]:
+    def arrays(self, state: object, where: int | str = "the state") -> Placed:
         """Return the arrays of a state, zeros for those it lacks.  Raises StateError."""
         assert isinstance(state, State)
-        found, places = list(self._nothing), dict[int, int]()
-        parts = []
+        found, places, parts = list(self._nothing), dict[int, int](), list[Part]()
         for variable, is_tangent, value in state.items():
             codec = codec_of(value)
             if codec is None:
@@ -177,8 +183,18 @@ class TapeLayout(Layout):
                 place = self._place(state.step, (array.shape, array.dtype), places)
                 places[id(value)], found[place] = place, array
             parts.append(Part(variable, is_tangent, place, codec))
-        self._parts[state.step] = parts
-        return found
+        return Placed(found, parts)
+
+    def pack(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
+        """Return what a store takes; what the state is made of goes with the record."""
+        assert isinstance(arrays, Placed)
+        flat, packing = super().pack(arrays)
+        return flat, (packing, arrays.parts)
+
+    def unpack(self, arrays: Sequence[Array], packing: Any) -> Placed:
+        """Return the arrays of a state from the store's copies."""
+        strides, parts = packing
+        return Placed(super().unpack(arrays, strides), parts)
 
     def _place(self, step: int, kind: Kind, places: Mapping[int, int]) -> int:
         """Return the first place of a kind that is not taken."""
@@ -192,19 +208,20 @@ class TapeLayout(Layout):
             "every timestep has to start from arrays as the first ones do"
         )
 
-    def made(self, arrays: Sequence[Array], step: int) -> State:
-        """Return a state from its arrays, of which `arrays` was asked before."""
-        values: dict[BlockVariable, object] = {}
-        tangents: dict[BlockVariable, object] = {}
-        known: dict[int, object] = {}
-        for part in self._parts.get(step, ()):
-            value = part.value
-            if isinstance(value, Codec):
-                if part.place not in known:
-                    known[part.place] = value.from_array(arrays[part.place], part.variable.output)
-                value = known[part.place]
-            (tangents if part.is_tangent else values)[part.variable] = value
-        return State(step, values, tangents)
+
+def made(arrays: Placed, step: int) -> State:
+    """Return a state from its arrays."""
+    values: dict[BlockVariable, object] = {}
+    tangents: dict[BlockVariable, object] = {}
+    known: dict[int, object] = {}
+    for part in arrays.parts:
+        value = part.value
+        if isinstance(value, Codec):
+            if part.place not in known:
+                known[part.place] = value.from_array(arrays[part.place], part.variable.output)
+            value = known[part.place]
+        (tangents if part.is_tangent else values)[part.variable] = value
+    return State(step, values, tangents)
 
 
 class TapeStates(Slots[State, Array]):
@@ -229,7 +246,8 @@ class TapeStates(Slots[State, Array]):
 
     def adopt(self, arrays: list[Array], step: int) -> Kept:
         """Return a state from a store."""
-        return Kept(self._layout.made(arrays, step), arrays)
+        assert isinstance(arrays, Placed)
+        return Kept(made(arrays, step), arrays)
 
     def load(self, kept: Kept, live: State) -> State:
         """Return a kept state."""
@@ -240,6 +258,13 @@ class TapeStates(Slots[State, Array]):
     def check(self, live: State, where: int | str) -> None:
         """Raise StateError if a state is not of the layout."""
         self._layout.arrays(live, where)
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of an adjoint or a tangent: blocks add to what variables have."""
+    if value is None or isinstance(value, float):
+        return value
+    return value.copy() if isinstance(value, np.ndarray) else value._ad_copy()
 
 
 def require_kept(step: int, value: object) -> None:

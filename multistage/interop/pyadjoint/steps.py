@@ -10,7 +10,6 @@ which holds a later one by then: no block is run before its inputs were looked a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from pyadjoint import Block, Tape
 from pyadjoint.block_variable import BlockVariable
 
 from ...errors import StateError
-from .states import State, codec_of, require_kept
+from .states import State, codec_of, copied, require_kept
 
 
 class Steps:
@@ -158,7 +157,7 @@ class Steps:
     def _rerun(self, step: int) -> None:
         for block in self._blocks(step):
             for made in block.get_outputs():
-                made.tlm_value = copy.copy(self.directions.get(made))  # blocks add to it
+                made.tlm_value = copied(self.directions.get(made))  # blocks add to it
                 made.checkpoint = None  # a block may write into what is there
             _require_inputs(block, step)
             _recompute(block)
