@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 57_764,
-    "classes": 454,
-    "functions": 3597,
+    "package_lines": 57_775,
+    "classes": 455,
+    "functions": 3601,
     "files_under_60": 4,
-    "import_lines": 3298,
+    "import_lines": 3296,
     "twins": 0,
-    "test_lines": 51_484,
+    "test_lines": 51_528,
 }
 
 

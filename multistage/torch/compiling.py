@@ -410,7 +410,7 @@ class _Outside:
         if self._counted == used.graphs or not torch.is_grad_enabled():
             yield
             return
-        self._counted, before = used.graphs, used.calls
+        graphs, before = used.graphs, used.calls
         found: dict[int, int] = {}
         storages: list[StorageWeakRef] = []  # so that no address is used again
 
@@ -420,8 +420,19 @@ class _Outside:
                 storages.append(storage)
                 found[storage.cdata] = tensor.untyped_storage().nbytes()
 
-        with Saved(see, through=True):
-            yield
+        try:
+            with Saved(see, through=True):
+                yield
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):  # which torch.func does not support
+                raise
+            torch._C._autograd._saved_tensors_hooks_enable()  # TorchDynamo's error leaves them off
+            raise ArgumentError(
+                f"{name} computes gradients by torch.func, beside which what autograd holds for "
+                "code between graphs cannot be counted; use torch.autograd.grad, or remove the "
+                "breaks and allow_breaks=True"
+            ) from error
+        self._counted = graphs
         nbytes, graphs = sum(found.values()), used.calls - before
         self.nbytes = max(self.nbytes or 0, nbytes)
         if nbytes or graphs > 1:

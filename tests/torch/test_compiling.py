@@ -723,3 +723,32 @@ def test_the_backend_refuses(given: dict[str, Any], match: str) -> None:
     call = torch.compile(Net(), backend="multistage", **given)
     with pytest.raises(Exception, match=match):
         call(batch())
+
+
+@torch._dynamo.disable
+def cubed(x: torch.Tensor) -> torch.Tensor:
+    """Code between graphs that computes a gradient by torch.func."""
+    return x + torch.func.grad(lambda z: (z * z * z).sum())(x)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_torch_func_beside_breaks_is_refused_and_leaves_hooks_on(inside: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh())] * 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stages(x)
+            if inside:
+                x = x + torch.func.grad(lambda z: (z * z * z).sum())(x)
+                torch._dynamo.graph_break()
+            else:
+                x = cubed(x)
+            return self.stages(x)
+
+    model = mst.compile(Model(), memory=0.9, allow_breaks=True)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"by torch\.func, beside which"):
+            model(torch.ones(4, 16))
+        assert torch._C._autograd._saved_tensors_hooks_is_enabled()
