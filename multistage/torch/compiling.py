@@ -243,8 +243,9 @@ class Compiled(InFront):
         used: Used = vars(self)["_multistage_used"]
         outside: _Outside | None = vars(self)["_multistage_outside"]
         before, uncaptured, result = used.calls, None, None
+        seen = contextlib.nullcontext() if outside is None else outside.seen(name)
         try:
-            with _strictly(), contextlib.nullcontext() if outside is None else outside.seen(name):
+            with TURN.taken(), _strictly(), seen:  # TorchDynamo counts frames for all threads
                 result = call(*args, **kwargs)
         except exc.FailOnRecompileLimitHit as error:
             raise ArgumentError(

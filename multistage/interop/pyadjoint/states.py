@@ -14,7 +14,7 @@ import numpy as np
 from pyadjoint.block_variable import BlockVariable
 
 from ...errors import StateError
-from ...states.layout import Array, Layout
+from ...states.layout import Array, Layout, Packing
 from ...states.slots import Kept, Slots
 
 Value = TypeVar("Value")
@@ -148,6 +148,9 @@ class Placed(list[Array]):
         self.parts = parts
 
 
+Packed = tuple[Packing | None, Sequence[Part]]
+
+
 class TapeLayout(Layout):
     """The arrays that states of a tape are made of; a state may lack some of them.
 
@@ -185,13 +188,13 @@ class TapeLayout(Layout):
             parts.append(Part(variable, is_tangent, place, codec))
         return Placed(found, parts)
 
-    def pack(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
+    def pack(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], Packed]:  # type: ignore[override]
         """Return what a store takes; what the state is made of goes with the record."""
         assert isinstance(arrays, Placed)
         flat, packing = super().pack(arrays)
         return flat, (packing, arrays.parts)
 
-    def unpack(self, arrays: Sequence[Array], packing: Any) -> Placed:
+    def unpack(self, arrays: Sequence[Array], packing: Packed) -> Placed:  # type: ignore[override]
         """Return the arrays of a state from the store's copies."""
         strides, parts = packing
         return Placed(super().unpack(arrays, strides), parts)
@@ -260,11 +263,12 @@ class TapeStates(Slots[State, Array]):
         self._layout.arrays(live, where)
 
 
-def copied(value: Any) -> Any:
+def copied(value: object) -> object:
     """Return a copy of an adjoint or a tangent: blocks add to what variables have."""
     if value is None or isinstance(value, float):
         return value
-    return value.copy() if isinstance(value, np.ndarray) else value._ad_copy()
+    other: Any = value
+    return other.copy() if isinstance(value, np.ndarray) else other._ad_copy()
 
 
 def require_kept(step: int, value: object) -> None:
