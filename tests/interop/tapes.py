@@ -215,6 +215,9 @@ BUILT: dict[str, Callable[[Any], Built]] = {
 }  # fmt: skip
 
 
+OPEN: list[Any] = []  # what `enable` returned: the last tape stays pyadjoint's working one
+
+
 def reduced(
     built: Callable[[Any], Built], n: int, enabled: Callable[[Any], Any] | None = None
 ) -> tuple[Any, Any]:
@@ -225,6 +228,7 @@ def reduced(
     found = None
     try:
         found = None if enabled is None else enabled(tape)
+        OPEN.append(found)
         functional, controls = built(tape.timestepper(iter(range(n))))
     finally:
         pyadjoint.pause_annotation()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,8 @@ import pytest
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, at import
 pyadjoint = pytest.importorskip("pyadjoint")
 tapes = pytest.importorskip("tapes")
+
+from leaks import no_leak as no_leak  # noqa: E402
 
 from multistage.backends.memory import MemoryStore  # noqa: E402
 from multistage.backends.testing import FaultyStore  # noqa: E402
@@ -29,6 +31,16 @@ from multistage.planners import PLANNERS  # noqa: E402
 N = 9
 # Not to be measured: slow steps, so that states are streamed.
 COSTS = Costs(1e-3, 2e-3, tiers=(Tier("slow", 1e-3, 1e-3),), state_bytes=64)
+
+
+@pytest.fixture(autouse=True)
+def runs_are_closed(no_leak: None) -> Iterator[None]:
+    """Stop the threads of a test's tapes before what they leave is looked at."""
+    yield
+    while tapes.OPEN:
+        run = tapes.OPEN.pop()
+        if run is not None:
+            run.close()
 
 
 def history(name: str) -> int:
