@@ -162,11 +162,11 @@ BARS = {
     "getattr_of_stores": 0,
     "package_lines": 57_776,
     "classes": 455,
-    "functions": 3601,
+    "functions": 3605,
     "files_under_60": 4,
-    "import_lines": 3296,
+    "import_lines": 3297,
     "twins": 0,
-    "test_lines": 51_544,
+    "test_lines": 51_614,
 }
 
 

@@ -6,7 +6,8 @@ import ctypes
 import itertools
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, cast
@@ -28,6 +29,7 @@ _SECOND_NS = 1e-9
 _sites = itertools.count(1)  # or two equal loops of a program would share their runs
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
+Loaded: TypeAlias = tuple[jax.Array, jax.Array, Arrays]
 
 
 def shaped(shape: tuple[int, ...], dtype: object) -> jax.ShapeDtypeStruct:
@@ -56,12 +58,12 @@ class LoopReport:
         Steps, and those of a block: the state before each block was offered to the tier.
     state_bytes : int
         Bytes of a state, of a whole batch under `vmap`.
-    saved, kept, refused : int
-        States offered; those that were taken; those left out, since the tier was behind or full.
+    kept, refused : int
+        States that the tier took; those left out, since it was behind or full.
     lost, late : int
         States that could not be read back, or not in time.
     again : int
-        Blocks that were run again from a state further back, since their own was missing.
+        Loads of states that were missing: they were made again from one further back.
     bytes_written, bytes_read : int
         By the tier meanwhile.
     forward_s, reverse_s, waited_s : float
@@ -74,7 +76,6 @@ class LoopReport:
     steps: int
     every: int
     state_bytes: int
-    saved: int
     kept: int
     refused: int
     lost: int
@@ -92,8 +93,8 @@ class LoopReport:
     def __str__(self) -> str:
         return (
             f"{self.steps} steps in blocks of {self.every}, states of "
-            f"{format_bytes(self.state_bytes)}: {self.kept} of {self.saved - 1} to the tier, "
-            f"{self.refused} left out, {self.lost + self.late} lost; forward "
+            f"{format_bytes(self.state_bytes)}: {self.kept} to the tier, {self.refused} left "
+            f"out, {self.lost + self.late} lost; forward "
             f"{format_seconds(self.forward_s)}, reverse {format_seconds(self.reverse_s)}, "
             f"{format_seconds(self.waited_s)} of it waiting"
         )
@@ -117,7 +118,6 @@ def last_report() -> LoopReport:
         steps=found.steps,
         every=found.every,
         state_bytes=found.record_bytes,
-        saved=found.saved,
         kept=found.kept,
         refused=found.refused,
         lost=found.lost,
@@ -138,8 +138,8 @@ def clear() -> None:
     """Close the files, end the threads, free the buffers, and forget states not yet asked for.
 
     Files and threads are kept from run to run, and opened again where needed.  States of a
-    pullback that is never called are kept, too, until this is.  Call it while no program runs: the
-    loops of one that does raise an error.
+    pullback that is never called are kept, too, until this is.  A pullback that is called
+    afterwards makes them again.
     """
     if native.LIBRARY is not None and sys.platform == "linux":
         native.LIBRARY.ms_loop_clear()
@@ -225,24 +225,27 @@ class Site:
     least_every: int
     most_every: int
     buffer_bytes: int
+    site: int = field(default_factory=lambda: next(_sites))
+
+    def _given(self) -> dict[str, Any]:
+        """Return what XLA gives the handlers of this site."""
+        return {
+            name: value if isinstance(value, str) else np.int64(value)
+            for name, value in asdict(self).items()
+        }
 
     def begin(self, inputs: Arrays) -> tuple[jax.Array, jax.Array]:
         """Return the number of a run of this execution and the steps of its blocks.
 
-        The loop's inputs are operands, which nothing reads: JAX moves a call that has none out
-        of an outer loop.
+        The loop's inputs are operands, which nothing reads: all states of a run follow from them,
+        and JAX moves a call that has none out of an outer loop.
         """
-        numbers = {
-            name: np.int64(getattr(self, name))
-            for name in ("capacity_bytes", "steps", "least_every", "most_every", "buffer_bytes")
-        }
         made = (shaped((), jnp.uint32), shaped((), jnp.int32))
         call = jax.ffi.ffi_call("multistage_begin", made)
-        site = np.int64(next(_sites))
 
         @custom_vmap
         def begun(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-            run, every = call(*inputs, folder=self.folder, site=site, **numbers)
+            run, every = call(*inputs, **self._given())
             return _alone.bind(run), every
 
         @begun.def_vmap
@@ -252,6 +255,30 @@ class Site:
         once: Any = jax.custom_jvp(begun)
         once.defjvp(_refuse_again)
         found: tuple[jax.Array, jax.Array] = once(*inputs)
+        return found
+
+    def load(self, numbers: Arrays, witness: jax.Array, first: Arrays) -> Loaded:
+        """Return the next token, the last j <= k that is there, and the state before block j.
+
+        `numbers` are run, token, k, the steps of the run and those of a block; `first` is state 0,
+        which is there always: a pullback can be called again, or by an outer loop that JAX has
+        moved its forward sweep out of.
+        """
+        number = shaped((), jnp.uint32), shaped((), jnp.int32)
+
+        @custom_vmap
+        def loaded(numbers: Arrays, _witness: jax.Array, first: Arrays) -> Loaded:
+            made = (*number, *(shaped(a.shape, a.dtype) for a in first))
+            call = jax.ffi.ffi_call("multistage_load", made)
+            token, j, *leaves = call(*numbers, *first, **self._given())
+            return token, j, tuple(leaves)
+
+        @loaded.def_vmap
+        def _load_batch(size: int, batched: Any, numbers: Arrays, *given: Any) -> tuple[Any, Any]:
+            many = _wide(size, batched[2], given[1])
+            return loaded(numbers, given[0], many), (False, False, (True,) * len(many))
+
+        found: Loaded = loaded(numbers, witness, first)
         return found
 
 
@@ -275,6 +302,14 @@ def require_unmapped(arrays: Arrays) -> None:
 # batched; a witness, an array of the shape of the batch, has a load know it.
 
 
+def _wide(size: int, batched: Sequence[bool], arrays: Arrays) -> Arrays:
+    """Return arrays of a batch."""
+    return tuple(
+        array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
+        for array, is_batched in zip(arrays, batched, strict=True)
+    )
+
+
 def _saved(
     run: jax.Array, token: jax.Array, k: jax.Array, witness: jax.Array, *leaves: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -287,11 +322,7 @@ _save: Any = custom_vmap(_saved)
 
 @_save.def_vmap  # type: ignore[untyped-decorator]
 def _save_batch(size: int, batched: list[bool], *given: jax.Array) -> tuple[Any, Any]:
-    many = [
-        array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
-        for array, is_batched in zip(given[3:], batched[3:], strict=True)
-    ]
-    return _save(*given[:3], *many), (False, True)
+    return _save(*given[:3], *_wide(size, batched[3:], given[3:])), (False, True)
 
 
 def save(
@@ -299,32 +330,4 @@ def save(
 ) -> tuple[jax.Array, jax.Array]:
     """Save the state before block k; return the next token and the witness."""
     found: tuple[jax.Array, jax.Array] = _save(run, token, k, witness, *leaves)
-    return found
-
-
-def load(
-    run: jax.Array,
-    token: jax.Array,
-    k: jax.Array,
-    steps: int | jax.Array,
-    witness: jax.Array,
-    like: Arrays,
-) -> tuple[jax.Array, jax.Array, Arrays]:
-    """Return the next token, the last j <= k that is there, and the state before block j.
-
-    `steps` is how many the run had.
-    """
-    number = shaped((), jnp.uint32), shaped((), jnp.int32)
-
-    @custom_vmap
-    def loaded(run: jax.Array, token: jax.Array, k: jax.Array, n: object, witness: Any) -> object:
-        made = [shaped((*witness.shape, *a.shape), a.dtype) for a in like]
-        token, j, *leaves = jax.ffi.ffi_call("multistage_load", (*number, *made))(run, token, k, n)
-        return token, j, tuple(leaves)
-
-    @loaded.def_vmap
-    def _load_batch(_size: int, _batched: object, *given: jax.Array) -> tuple[Any, Any]:
-        return loaded(*given), (False, False, (True,) * len(like))
-
-    found: tuple[jax.Array, jax.Array, Arrays] = loaded(run, token, k, jnp.int32(steps), witness)
     return found

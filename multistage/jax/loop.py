@@ -3,7 +3,7 @@
 The forward sweep saves the state before each block.  The reverse sweep loads it and runs the
 block again, keeping in memory what the gradient of each step is computed from; then it turns the
 block step by step.  So a step is run twice.  A state that is missing is made from the last one
-there is, by running again from there.
+there is, by running again from there; those on the way are saved again.
 
 A step's gradient is computed as `jax.lax.scan` does it, from the same residuals: XLA compiles the
 same operations, and rounds alike.
@@ -26,7 +26,7 @@ from jax import lax
 from ..backends.urls import TierName
 from ..errors import ArgumentError
 from ..model.budget import Budget
-from .handlers import Arrays, Site, load, opened, require_unmapped, save, shaped
+from .handlers import Arrays, Site, opened, require_unmapped, save, shaped
 from .pullbacks import (
     Pullback,
     Tree,
@@ -107,8 +107,8 @@ def scan(
 
     Notes
     -----
-    Reverse mode, once: `jvp`, second derivatives and a second call of a pullback are errors.  Of
-    `jax.checkpoint` the loop is run again as a whole.  `last_report` tells what a run did.
+    Reverse mode, once: `jvp` and second derivatives are errors.  A second call of a pullback runs
+    the loop again, as does `jax.checkpoint`.  `last_report` tells what a run did.
 
     Examples
     --------
@@ -284,7 +284,7 @@ class _Loop:
 
         `site(residuals)` is asked for only where there is to be one.
         """
-        pullbacks: list[tuple[Pullback, int]] = []
+        pullbacks: list[tuple[Pullback, Site]] = []
 
         def plain(consts: Arrays, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
             return self.block((consts, xs), 0, self.steps, (carry, self.blank()))
@@ -294,7 +294,7 @@ class _Loop:
             x = tuple(shaped(a.shape[1:], a.dtype) for a in self.xs)
             pullback = Pullback.of(partial(_pulled, self), consts, carry, x)
             made = site(pullback.like)
-            pullbacks[:] = [(pullback, made.most_every)]
+            pullbacks[:] = [(pullback, made)]
             return _forward(self, made, consts, carry, xs)
 
         def backward(kept: Any, cotangents: Any) -> Any:
@@ -346,14 +346,14 @@ def _forward(
 
     started = (jnp.uint32(0), jnp.zeros(()), carry, loop.blank())
     token, witness, last, ys = lax.fori_loop(0, -(-n // every), go, started)
-    return (last, ys), (run, every, token, witness, consts, xs)
+    return (last, ys), (run, every, token, witness, consts, carry, xs)
 
 
 def _reverse(
-    loop: _Loop, pullback: Pullback, most_every: int, kept: Any, cotangents: Any
+    loop: _Loop, pullback: Pullback, site: Site, kept: Any, cotangents: Any
 ) -> tuple[Any, Any, Any]:
     """Return the gradients by what f closes over, by state 0 and by the inputs."""
-    run, every, token, witness, consts, xs = kept
+    run, every, token, witness, consts, first_carry, xs = kept
     like, n = loop.carry, loop.steps
     given = tuple(one for one, a in zip(cotangents[0], like, strict=True) if varies(a))
     given_y = tuple(a for a in cotangents[1] if a.dtype != jax.dtypes.float0)
@@ -361,15 +361,21 @@ def _reverse(
 
     fixed = pullback.fixed(consts)
 
-    def run_on(i: jax.Array, carry: Arrays) -> Arrays:
+    def step_on(i: jax.Array, carry: Arrays) -> Arrays:
         return loop.step(consts, carry, loop.row(xs, i))[0]
+
+    def run_on(k: jax.Array, made: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
+        token, carry = made
+        carry = lax.fori_loop(k * every, (k + 1) * every, step_on, carry)
+        return save(run, token, k + 1, witness, carry)[0], carry
 
     def turned(j: jax.Array, made: Any) -> Any:
         token, adjoint, total, x_adjoints, residuals = made
         b = blocks - 1 - j
         first, stop = b * every, stop_of(b, every, n)
-        token, found, carry = load(run, token, b, n, witness, like)
-        carry = lax.fori_loop(found * every, first, run_on, carry)  # none if it was there
+        numbers = run, token, b, jnp.int32(n), every
+        token, found, carry = site.load(numbers, witness, first_carry)
+        token, carry = lax.fori_loop(found, b, run_on, (token, carry))  # none if it was there
 
         def again(i: jax.Array, made: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
             carry, residuals = made
@@ -390,7 +396,7 @@ def _reverse(
         return token, *done, residuals
 
     zeros = tuple(map(jnp.zeros_like, varying(consts))), tuple(map(jnp.zeros_like, varying(xs)))
-    started = (token, given, *zeros, pullback.blank(most_every))
+    started = (token, given, *zeros, pullback.blank(site.most_every))
     _, adjoint, total, x_adjoints, _ = lax.fori_loop(0, blocks, turned, started)
 
     def none(_: Any) -> None:

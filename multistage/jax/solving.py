@@ -27,7 +27,7 @@ from jax.custom_derivatives import SymbolicZero
 from ..backends.urls import TierName
 from ..errors import ArgumentError
 from ..model.budget import Budget
-from .handlers import Arrays, load, opened, require_unmapped, save, shaped
+from .handlers import Arrays, Site, opened, require_unmapped, save, shaped
 from .pullbacks import Pullback, Tree, put, raw, row, site_of, stop_of, strong, varies
 
 _TESTED = {"diffrax": "0.7", "equinox": "0.13"}
@@ -364,7 +364,7 @@ class _Sweep:
     loop: _While
     flags: tuple[Flags, Flags, Flags]
     pullback: Pullback
-    most_every: int
+    site: Site
     traced: list[_Sweep]
 
 
@@ -383,15 +383,15 @@ def _solved(
         return loop.run(0, loop.most_steps, consts, carry, buffers)[1:]
 
     def forward(*given: Any) -> Any:
-        consts, carry, buffers = arrays = tuple(tuple(a.value for a in some) for some in given)
-        require_unmapped((*consts, *carry))
+        consts, first, buffers = arrays = tuple(tuple(a.value for a in some) for some in given)
+        require_unmapped((*consts, *first))
         asked: tuple[Any, ...] = tuple(
             tuple(a.perturbed and varies(a.value) for a in some) for some in given
         )
         flags = asked[0], *loop.moved(arrays, *asked)
-        pullback = Pullback.of(partial(loop.pull, flags), consts, carry)
-        site = site_of(tier, memory, carry, pullback.like, loop.most_steps)
-        run, every = site.begin((*consts, *carry))
+        pullback = Pullback.of(partial(loop.pull, flags), consts, first)
+        site = site_of(tier, memory, first, pullback.like, loop.most_steps)
+        run, every = site.begin((*consts, *first))
 
         def more(made: Any) -> jax.Array:
             done, b, carry = made[0], made[1], made[4]
@@ -407,11 +407,12 @@ def _solved(
             return done, b + 1, token, witness, carry, buffers
 
         zero = jnp.int32(0)
-        started = zero, zero, jnp.uint32(0), jnp.zeros(()), carry, buffers
+        started = zero, zero, jnp.uint32(0), jnp.zeros(()), first, buffers
         n, blocks, token, witness, last, buffers = lax.while_loop(more, go, started)
-        sweep = _Sweep(loop, flags, pullback, site.most_every, traced)
+        sweep = _Sweep(loop, flags, pullback, site, traced)
         traced.append(sweep)
-        return (last, buffers), (sweep, run, every, n, blocks, token, witness, consts)
+        kept = sweep, run, every, n, blocks, token, witness, consts, first
+        return (last, buffers), kept
 
     whole: Any = jax.custom_vjp(plain)
     whole.defvjp(forward, _reverse, symbolic_zeros=True)
@@ -421,30 +422,31 @@ def _solved(
 
 def _reverse(kept: Any, cotangents: Any) -> tuple[Any, ...]:
     """Return the gradients by what the loop closes over, by its first state and its buffers."""
-    sweep, run, every, n, blocks, token, witness, consts = kept
+    sweep, run, every, n, blocks, token, witness, consts, first_carry = kept
     loop, like = sweep.loop, sweep.pullback.given[0]
     of_all = zip(*(one.flags for one in sweep.traced), strict=True)
     flags: Any = tuple(tuple(map(any, zip(*some, strict=True))) for some in of_all)
     pullback = Pullback.of(partial(loop.pull, flags), consts, like)
-    most_every = max(one.most_every for one in sweep.traced)
+    most_every = max(one.site.most_every for one in sweep.traced)
     given, of_rows = (
         tuple(jnp.zeros(a.shape, a.dtype) if isinstance(a, SymbolicZero) else a for a in some)
         for some in map(_some, cotangents, flags[1:])
     )
     fixed = pullback.fixed(consts)
 
-    def run_on(_: jax.Array, carry: Arrays) -> Arrays:
-        going = loop.going(consts, carry)
-        after, _ = loop.step(going, consts, carry, loop.blank())
-        found: Arrays = _kept(going, after, carry)
-        return found
+    def run_on(k: jax.Array, made: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
+        token, carry = made
+        first, stop = k * every, (k + 1) * every
+        _, last, _ = loop.run(first, stop, consts, carry, loop.blank())
+        return save(run, token, k + 1, witness, last)[0], last
 
     def turned(j: jax.Array, made: Any) -> Any:
         token, adjoint, total, residuals = made
         b = blocks - 1 - j
         first, stop = b * every, stop_of(b, every, n)
-        token, found, carry = load(run, token, b, n, witness, like)
-        carry = lax.fori_loop(found * every, first, run_on, carry)  # none if it was there
+        numbers = run, token, b, n, every
+        token, found, carry = sweep.site.load(numbers, witness, first_carry)
+        token, carry = lax.fori_loop(found, b, run_on, (token, carry))  # none if it was there
 
         def again(i: jax.Array, made: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
             carry, more = pullback.residuals(consts, made[0])
@@ -474,16 +476,30 @@ def _reverse(kept: Any, cotangents: Any) -> tuple[Any, ...]:
 
 
 def _inner_loop(
-    *given: Any, buffers: Callable[[Any], Any], max_steps: int, checkpoints: int
+    cond: Any,
+    body: Any,
+    init: Any,
+    *,
+    buffers: Callable[[Any], Any],
+    max_steps: int,
+    checkpoints: int,  # one for each time
 ) -> Any:
-    """Run a loop inside of a step, over the times that it saves at."""
+    """Run a loop inside of a step, over the times that it saves at.
+
+    It is run again for its gradient: a step that kept what that is computed from would keep a
+    state for each time, and all rows.
+    """
+    del checkpoints
 
     def arrays(state: Any) -> list[Any]:
         found = jax.tree.leaves(buffers(state), is_leaf=_is_buffer)
         return [one.array if _is_buffer(one) else one for one in found]
 
-    options: Any = {"max_steps": max_steps, "checkpoints": checkpoints}
-    return eqxi.while_loop(*given, buffers=arrays, kind="checkpointed", **options)
+    def run(state: Any) -> Any:
+        options: Any = {"max_steps": max_steps, "kind": "checkpointed"}
+        return eqxi.while_loop(cond, body, state, buffers=arrays, **options)
+
+    return jax.checkpoint(run, prevent_cse=False)(init)
 
 
 class MultistageAdjoint(diffrax.AbstractAdjoint):

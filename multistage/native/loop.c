@@ -42,8 +42,7 @@ typedef struct run {
     site_t *site;
     engine_t *engine;
     int64_t *keys, n_keys, keys_len; /* blocks whose states are in the stream, ascending */
-    char *first;                     /* state 0 */
-    int64_t last;                    /* block saved last */
+    int64_t end;                     /* states from here on were asked for */
     int64_t begin_ns, turn_ns, inside_ns, bytes_written, bytes_read, left_out;
     loop_report_t report;
     int busy; /* a call is at it */
@@ -55,7 +54,8 @@ static pthread_mutex_t tables = PTHREAD_MUTEX_INITIALIZER;
 static site_t *sites[BUCKETS];
 static engine_t *engines;
 static run_t *runs[BUCKETS], *oldest, *newest;
-static int64_t n_runs, next_run = 1, owner;
+static int64_t n_runs, next_run = 1;
+static int watched, forked;
 static loop_report_t last_report;
 static transfer_t *write_hook, *read_hook;
 
@@ -188,7 +188,7 @@ static void remove_run(run_t *r)
     if (r->engine)
         r->engine->n_runs--;
     n_runs--;
-    free(r->keys), free(r->first), free(r);
+    free(r->keys), free(r);
 }
 
 /* Forget the oldest run that no call is at: 1, or 0 if there is none. */
@@ -239,74 +239,63 @@ static int64_t interval(const site_t *s)
     return max64(s->o.least_every, min64(most, 1 + 5 * move_ns / (4 * s->step_ns)));
 }
 
-static int is_child(void)
-{
-    if (!owner)
-        owner = getpid();
-    return owner != getpid();
-}
+static void in_child(void) { forked = 1; }
 
-int64_t ms_loop_begin(const char *folder, int64_t length, const loop_options_t *options, int64_t *run,
-                      int64_t *every)
+/* A run with that number, in the tables, which are locked; NULL if there is no memory. */
+static run_t *enter_run(site_t *s, int64_t number, int64_t every)
 {
-    if (is_child())
-        return ECHILD;
-    run_t *r = calloc(1, sizeof *r);
-    pthread_mutex_lock(&tables);
-    site_t *s = r ? find_site(folder, length, options) : NULL;
-    if (!s) {
-        pthread_mutex_unlock(&tables);
-        free(r);
-        return ENOMEM;
-    }
+    run_t *r = s ? calloc(1, sizeof *r) : NULL;
+    if (!r)
+        return NULL;
     r->site = s;
-    r->last = -1;
-    r->report.run = *run = next_run++ & UINT32_MAX; /* as programs hold it */
-    r->report.every = *every = interval(s);
+    r->end = INT64_MAX;
+    r->report.run = number;
+    r->report.every = every;
     r->begin_ns = now_ns();
-    r->next = runs[*run % BUCKETS];
-    runs[*run % BUCKETS] = r;
+    r->next = runs[number % BUCKETS];
+    runs[number % BUCKETS] = r;
     r->older = newest;
     *(newest ? &newest->newer : &oldest) = r;
     newest = r;
     if (n_runs++ >= MOST_RUNS)
         evict(); /* its pullback was never called */
-    pthread_mutex_unlock(&tables);
-    return 0;
-}
-
-/* A run, which stays until `done`; NULL if there is none, or another call is at it. */
-static run_t *taken(int64_t number)
-{
-    pthread_mutex_lock(&tables);
-    run_t *r = find_run(number);
-    if (r && r->busy)
-        r = NULL;
-    if (r)
-        r->busy = 1;
-    pthread_mutex_unlock(&tables);
     return r;
 }
 
-static int64_t done(run_t *r, int64_t answer)
+int64_t ms_loop_begin(const char *folder, int64_t length, const loop_options_t *options, int64_t *run,
+                      int64_t *every)
+{
+    if (forked)
+        return ECHILD;
+    pthread_mutex_lock(&tables);
+    if (!watched)
+        watched = !pthread_atfork(NULL, NULL, in_child);
+    site_t *s = find_site(folder, length, options);
+    *run = next_run++ & UINT32_MAX; /* as programs hold it */
+    *every = s ? interval(s) : 1;
+    const run_t *r = enter_run(s, *run, *every);
+    pthread_mutex_unlock(&tables);
+    return r ? 0 : ENOMEM;
+}
+
+/* A run stays while a call is at it; of two calls one does without. */
+static run_t *taken(run_t *r)
+{
+    if (r && r->busy)
+        return NULL;
+    if (r)
+        r->busy = 1;
+    return r;
+}
+
+static void leave(run_t *r)
 {
     pthread_mutex_lock(&tables);
     r->busy = 0;
     pthread_mutex_unlock(&tables);
-    return answer;
 }
 
 /* --- saves --------------------------------------------------------------------------- */
-
-static int64_t keep_first(run_t *r, const piece_t *pieces, int64_t n)
-{
-    r->report.record_bytes = record_bytes(pieces, n);
-    if (!(r->first = malloc((size_t)r->report.record_bytes)))
-        return ENOMEM;
-    for (int64_t i = 0; i < n; i++)
-        memcpy(r->first + pieces[i].offset, pieces[i].data, (size_t)pieces[i].nbytes);
-    return 0;
-}
 
 /* Wait for a place in the stream, no longer than to run again what would be left out. */
 static int64_t wait_for_room(run_t *r, int64_t block_ns)
@@ -322,8 +311,8 @@ static int64_t keep(run_t *r, int64_t k, const piece_t *pieces, int64_t n)
 {
     engine_t *e = r->engine;
     int64_t began = now_ns();
-    int64_t block_ns = (began - r->begin_ns - r->inside_ns) / k; /* of the blocks so far */
-    r->report.step_ns = max64(1, block_ns / r->report.every);
+    if (!r->turn_ns) /* of the blocks so far */
+        r->report.step_ns = max64(1, (began - r->begin_ns - r->inside_ns) / k / r->report.every);
     if (r->n_keys == r->keys_len) {
         int64_t len = 2 * r->keys_len + 64, *keys = realloc(r->keys, (size_t)len * sizeof *keys);
         if (!keys)
@@ -331,7 +320,7 @@ static int64_t keep(run_t *r, int64_t k, const piece_t *pieces, int64_t n)
         r->keys = keys, r->keys_len = len;
     }
     pthread_mutex_lock(&e->lock);
-    int64_t fits = wait_for_room(r, block_ns);
+    int64_t fits = wait_for_room(r, r->report.step_ns * r->report.every);
     if (fits > 0) {
         char *to = e->arena + e->view.buffer * e->extent + e->view.at * e->record;
         for (int64_t i = 0; i < n; i++)
@@ -349,14 +338,11 @@ static int64_t keep(run_t *r, int64_t k, const piece_t *pieces, int64_t n)
 
 static int64_t save(run_t *r, int64_t k, const piece_t *pieces, int64_t n)
 {
-    if (k != r->last + 1 || r->turn_ns)
-        return LOOP_ORDER;
-    if (k && record_bytes(pieces, n) != r->report.record_bytes)
-        return LOOP_SIZE;
-    r->last = k;
-    r->report.saved++;
-    if (!k)
-        return keep_first(r, pieces, n);
+    int64_t nbytes = record_bytes(pieces, n);
+    if (!r->report.record_bytes)
+        r->report.record_bytes = nbytes;
+    if (k <= (r->n_keys ? r->keys[r->n_keys - 1] : 0) || k >= r->end || nbytes != r->report.record_bytes)
+        return 0; /* it is there, or will not be asked for */
     if (!r->engine) {
         pthread_mutex_lock(&tables);
         int64_t failed = find_engine(r);
@@ -371,10 +357,16 @@ static int64_t save(run_t *r, int64_t k, const piece_t *pieces, int64_t n)
 
 int64_t ms_loop_save(int64_t run, int64_t k, const piece_t *pieces, int64_t n_pieces)
 {
-    if (is_child())
+    if (forked)
         return ECHILD;
-    run_t *r = taken(run);
-    return r ? done(r, save(r, k, pieces, n_pieces)) : LOOP_GONE;
+    pthread_mutex_lock(&tables);
+    run_t *r = taken(find_run(run));
+    pthread_mutex_unlock(&tables);
+    if (!r)
+        return 0;
+    int64_t failed = save(r, k, pieces, n_pieces);
+    leave(r);
+    return failed;
 }
 
 /* --- loads --------------------------------------------------------------------------- */
@@ -423,8 +415,6 @@ static int64_t load_kept(run_t *r, int64_t k, const piece_t *pieces, int64_t n)
         r->n_keys--;
     }
     pthread_mutex_unlock(&e->lock);
-    if (!found)
-        fetch(r->first, pieces, n);
     return found;
 }
 
@@ -466,42 +456,46 @@ static void end_run(run_t *r)
     pthread_mutex_unlock(&tables);
 }
 
-static int64_t load(run_t *r, int64_t k, int64_t steps, int64_t *found, const piece_t *pieces,
-                    int64_t n)
+static void load(run_t *r, loop_load_t *asked, const piece_t *pieces, int64_t n)
 {
-    if (k < 0 || k > r->last)
-        return LOOP_ORDER; /* or nothing was saved */
-    if (record_bytes(pieces, n) != r->report.record_bytes)
-        return LOOP_SIZE;
+    int64_t nbytes = record_bytes(pieces, n);
+    if (!r->report.record_bytes)
+        r->report.record_bytes = nbytes;
     if (!r->turn_ns) {
         r->turn_ns = now_ns();
         r->report.forward_ns = r->turn_ns - r->begin_ns;
-        r->report.steps = steps;
+        r->report.steps = asked->steps;
         if (!r->report.step_ns) /* of one block; else up to the last save: what follows may be idle */
-            r->report.step_ns = max64(1, r->report.forward_ns / max64(1, steps));
+            r->report.step_ns = max64(1, r->report.forward_ns / max64(1, asked->steps));
     }
-    r->last = k;
-    *found = 0;
-    if (k && r->engine)
-        *found = load_kept(r, k, pieces, n);
-    else
-        fetch(r->first, pieces, n);
-    r->report.again += *found != k;
-    return 0;
+    r->end = asked->k;
+    if (asked->k && r->engine && nbytes == r->report.record_bytes)
+        asked->found = load_kept(r, asked->k, pieces, n);
+    r->report.again += asked->found != asked->k;
 }
 
-int64_t ms_loop_load(int64_t run, int64_t k, int64_t steps, int64_t *found, const piece_t *pieces,
-                     int64_t n_pieces)
+int64_t ms_loop_load(const char *folder, int64_t length, const loop_options_t *options,
+                     loop_load_t *asked, const piece_t *pieces, int64_t n_pieces)
 {
-    if (is_child())
+    asked->found = 0;
+    if (forked)
         return ECHILD;
-    run_t *r = taken(run);
+    pthread_mutex_lock(&tables);
+    run_t *r = find_run(asked->run);
+    if (!r && asked->k) { /* it has ended, or was forgotten */
+        r = enter_run(find_site(folder, length, options), asked->run, asked->every);
+        if (r)
+            r->report.step_ns = r->site->step_ns;
+    }
+    r = taken(r);
+    pthread_mutex_unlock(&tables);
     if (!r)
-        return LOOP_GONE;
-    int64_t failed = load(r, k, steps, found, pieces, n_pieces);
-    if (failed || k)
-        return done(r, failed);
-    end_run(r);
+        return 0;
+    load(r, asked, pieces, n_pieces);
+    if (asked->k)
+        leave(r);
+    else
+        end_run(r);
     return 0;
 }
 
@@ -530,7 +524,7 @@ void ms_loop_hooks(transfer_t *pwrite, transfer_t *pread)
 
 void ms_loop_clear(void)
 {
-    if (is_child())
+    if (forked)
         return;
     pthread_mutex_lock(&tables);
     while (evict())

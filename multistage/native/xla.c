@@ -2,10 +2,12 @@
  *
  *     multistage_begin  any inputs -> run, every;  folder, and the numbers of loop_options_t
  *     multistage_save   run, token, k, leaves of the state before block k -> token
- *     multistage_load   run, token, k, steps -> token, j, leaves of the state before block j <= k
+ *     multistage_load   run, token, k, steps, every, leaves of state 0 -> token, j, leaves of the
+ *                       state before block j <= k;  what begin has
  *
  * The calls have no side effects for XLA: a token, a number that each call takes and returns,
- * orders them, and the number of the run, which has operands, ties them to one execution.
+ * orders them, and the number of the run, whose operands the states follow from, ties them to one
+ * execution.
  */
 #include "core.h"
 #include "stream.h"
@@ -50,17 +52,13 @@ static xla_error_t *told(const xla_call_t *call, int64_t answer)
     switch (answer) {
     case 0:
         return NULL;
-    case LOOP_GONE:
-        return fail(call, XLA_FAILED_PRECONDITION,
-                    "multistage: the states of this loop are gone; its pullback can be called once");
-    case LOOP_SIZE:
-    case LOOP_ORDER:
-        return fail(call, XLA_INTERNAL, "multistage: states of this loop came in another order or size");
     case ECHILD:
         return fail(call, XLA_FAILED_PRECONDITION,
                     "multistage: a forked process cannot run loops of its parent; start it by spawn");
     default:
-        snprintf(text, sizeof text, "multistage: a state cannot be kept: %s", strerror((int)answer));
+        snprintf(text, sizeof text,
+                 "multistage: the tier of a loop, tiers= in its call, cannot be opened: %s",
+                 strerror((int)answer));
         return fail(call, XLA_RESOURCE_EXHAUSTED, text);
     }
 }
@@ -109,12 +107,9 @@ static int64_t number(const xla_attributes_t *given, const char *name)
     return 0;
 }
 
-xla_error_t *ms_xla_begin(xla_call_t *call)
+static xla_text_t site_of(const xla_attributes_t *given, loop_options_t *options)
 {
-    if (asks(call))
-        return NULL;
-    const xla_attributes_t *given = &call->attributes;
-    loop_options_t options = {
+    *options = (loop_options_t){
         .site = number(given, "site"),
         .steps = number(given, "steps"),
         .least_every = number(given, "least_every"),
@@ -126,6 +121,15 @@ xla_error_t *ms_xla_begin(xla_call_t *call)
     for (int64_t i = 0; i < given->count; i++)
         if (given->kinds[i] == XLA_STRING)
             folder = *(xla_text_t *)given->values[i];
+    return folder;
+}
+
+xla_error_t *ms_xla_begin(xla_call_t *call)
+{
+    if (asks(call))
+        return NULL;
+    loop_options_t options;
+    xla_text_t folder = site_of(&call->attributes, &options);
     int64_t run = 0, every = 1;
     int64_t answer = ms_loop_begin(folder.text, (int64_t)folder.length, &options, &run, &every);
     *(uint32_t *)call->results.buffers[0]->data = (uint32_t)run;
@@ -135,7 +139,7 @@ xla_error_t *ms_xla_begin(xla_call_t *call)
 
 static int64_t run_of(const xla_buffers_t *given) { return *(uint32_t *)given->buffers[0]->data; }
 static uint32_t token(const xla_buffers_t *given) { return *(uint32_t *)given->buffers[1]->data; }
-static int64_t block(const xla_buffers_t *given) { return *(int32_t *)given->buffers[2]->data; }
+static int64_t integer(const xla_buffers_t *given, int i) { return *(int32_t *)given->buffers[i]->data; }
 
 xla_error_t *ms_xla_save(xla_call_t *call)
 {
@@ -146,7 +150,7 @@ xla_error_t *ms_xla_save(xla_call_t *call)
     piece_t few[FEW], *pieces = n <= FEW ? few : malloc((size_t)n * sizeof *pieces);
     if (pieces) {
         pieces_of(given, 3, pieces);
-        answer = ms_loop_save(run_of(given), block(given), pieces, n);
+        answer = ms_loop_save(run_of(given), integer(given, 2), pieces, n);
     }
     if (pieces != few)
         free(pieces);
@@ -159,17 +163,23 @@ xla_error_t *ms_xla_load(xla_call_t *call)
     if (asks(call))
         return NULL;
     const xla_buffers_t *given = &call->arguments, *made = &call->results;
-    int64_t n = made->count - 2, found = 0, answer = ENOMEM;
-    piece_t few[FEW], *pieces = n <= FEW ? few : malloc((size_t)n * sizeof *pieces);
+    int64_t n = made->count - 2, answer = ENOMEM;
+    piece_t few[2 * FEW], *pieces = n <= FEW ? few : malloc((size_t)n * 2 * sizeof *pieces);
+    loop_load_t asked = {run_of(given), integer(given, 2), integer(given, 3), integer(given, 4), 0};
     if (pieces) {
+        loop_options_t options;
+        xla_text_t folder = site_of(&call->attributes, &options);
         pieces_of(made, 2, pieces);
-        answer = ms_loop_load(run_of(given), block(given), *(int32_t *)given->buffers[3]->data,
-                              &found, pieces, n);
+        pieces_of(given, 5, pieces + n);
+        answer = ms_loop_load(folder.text, (int64_t)folder.length, &options, &asked, pieces, n);
+        if (!asked.found)
+            for (int64_t i = 0; i < n; i++)
+                memcpy((char *)pieces[i].data, pieces[n + i].data, (size_t)pieces[i].nbytes);
     }
     if (pieces != few)
         free(pieces);
     *(uint32_t *)made->buffers[0]->data = token(given) + 1;
-    *(int32_t *)made->buffers[1]->data = (int32_t)found;
+    *(int32_t *)made->buffers[1]->data = (int32_t)asked.found;
     return told(call, answer);
 }
 

@@ -18,6 +18,7 @@ import multistage.jax as mjax  # noqa: E402
 from multistage import native  # noqa: E402
 from multistage.errors import ArgumentError, StoreError  # noqa: E402
 from multistage.jax import solving  # noqa: E402
+from multistage.jax.pullbacks import nbytes  # noqa: E402
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="needs the C core")
 
@@ -160,6 +161,36 @@ def test_a_solve_inside_a_step_of_another_has_the_gradients_of_all_its_arguments
         for inner in (OURS, THEIRS)
     )
     close(expected, found)
+
+
+def test_one_solve_serves_any_number_of_pullbacks():
+    def total(adjoint, y):
+        def step(h, x):  # JAX solves once, since the solve is the same in all, and pulls back often
+            return h + x * (loss(adjoint, A, y, of=lambda found: found.ys[0].sum())), None
+
+        return jax.lax.scan(step, 1.0, jnp.linspace(0.1, 0.5, 3))[0]
+
+    found, expected = (
+        jax.jit(jax.grad(lambda y, adjoint=adjoint: total(adjoint, y)))(Y0)
+        for adjoint in (OURS, THEIRS)
+    )
+    close(expected, found)
+    assert mjax.last_report().again
+
+
+def test_what_a_step_keeps_does_not_grow_with_the_times_that_are_saved(monkeypatch):
+    kept = []
+
+    def site_of(tier, memory, carry, residuals, steps):
+        kept.append(nbytes(residuals))
+        return made(tier, memory, carry, residuals, steps)
+
+    made = solving.site_of
+    monkeypatch.setattr(solving, "site_of", site_of)
+    for count in (10, 1000):
+        saveat = diffrax.SaveAt(ts=jnp.linspace(0, 5, count))
+        jax.eval_shape(jax.grad(lambda y, saveat=saveat: loss(OURS, A, y, saveat=saveat)), Y0)
+    assert kept[1] == kept[0]
 
 
 def test_what_is_refused():
