@@ -5,7 +5,8 @@
 
 Without --scheduler a cluster of two processes is started here.  Each shot runs on
 a worker within --memory, its checkpoints streaming to that worker's scratch
-folder; the sum of the gradients is compared with that of a plain loop.
+folder; the first shot on a worker measures, the others find all as it is.  The sum
+of the gradients is compared with that of a plain loop.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from multistage import InPlaceChain, Reversal
-from multistage.interop.dask import map_shots
+from multistage import InPlaceChain
+from multistage.interop.dask import ShotWorker, map_shots
 from multistage.support.units import format_bytes, format_seconds
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -77,11 +78,11 @@ class Wave:
         return 0.5 * float(((self.recorded - self.observed) ** 2).sum())
 
 
-def shot(item: Item, memory: int | str, tiers: str) -> Result:
-    """Return misfit and gradient of one shot; runs on a worker."""
+def shot(item: Item, worker: ShotWorker) -> Result:
+    """Return misfit and gradient of one shot; runs on a worker, which keeps its `Reversal`."""
     wave = Wave(*item)
     chain = InPlaceChain(wave.forward, wave.reverse)
-    with Reversal(chain, n_steps=item[2], memory=memory, tiers=tiers) as run:
+    with worker.reversal(chain, n_steps=item[2]) as run:
         run.forward(wave.start())
         misfit = wave.misfit()
         _, gradient = run.reverse(wave.start_adjoint())
@@ -146,9 +147,11 @@ def main() -> None:
         cluster.close()
 
     began = time.perf_counter()
-    serial = shot(items[0], args.memory, "memory:")
+    here = ShotWorker(args.memory, "memory:")
+    serial = shot(items[0], here)
     for item in items[1:]:
-        serial = add(serial, shot(item, args.memory, "memory:"))
+        serial = add(serial, shot(item, here))
+    here.close()
     print(f"one loop: misfit {serial[0]:.6g} in {format_seconds(time.perf_counter() - began)}")
     if misfit != serial[0] or not np.array_equal(gradient, serial[1]):
         raise SystemExit("the sums differ")

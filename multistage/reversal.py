@@ -200,6 +200,51 @@ class Reversal(Generic[State, Adjoint]):
         """
         self._sweeps.end(keep=False)
 
+    def use(
+        self,
+        chain: Chain[State, Adjoint] | Callable[[State, int], State],
+        adjoint_step: Callable[..., Adjoint] | None = None,
+        *,
+        tape_step: Callable[[State, int], tuple[State, object]] | None = None,
+    ) -> None:
+        """Run other operators in the sweeps to come, such as those of the next shot.
+
+        Costs, the plan, memory, files and threads stay: the next sweep measures nothing
+        and opens nothing, unless its states have another layout; it plans again only if
+        costs have drifted.  A sweep in progress is forgotten.
+
+        Parameters
+        ----------
+        chain, adjoint_step, tape_step
+            As for `Reversal`, and of the same kind as those before: functional or in place,
+            with or without tapes.
+
+        Raises
+        ------
+        ArgumentError
+            If they are of another kind, or the run is durable; nothing changes then.
+        StoreError
+            In a forked child.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from multistage import FunctionChain
+        >>> def shot(scale):
+        ...     return FunctionChain(lambda x, i: scale * x, lambda x, a, i: scale * a)
+        >>> gradients = []
+        >>> with Reversal(shot(1), n_steps=4, memory="2 slots") as run:
+        ...     for scale in (1, 2, 3):
+        ...         run.use(shot(scale))
+        ...         last = run.forward(np.array(1.0))
+        ...         gradients.append(float(run.reverse(np.array(1.0))))
+        >>> gradients
+        [1.0, 16.0, 81.0]
+        """
+        given = self._sweeps.given
+        durable = given.durable is not None
+        self._sweeps.use(given.operators.others(chain, adjoint_step, tape_step, durable=durable))
+
     def prepare(self, state: State) -> Plan:
         """Measure, plan and open the tier before the first `forward`; return the plan.
 

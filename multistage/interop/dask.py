@@ -2,7 +2,8 @@
 
 A *shot* is one computation and its adjoint, a `Reversal` most often.  Each runs
 on a worker, within a budget of its own and with a scratch folder of that worker
-as its slow tier.  Results come to the client one by one and are added in the
+as its slow tier.  A worker keeps the `Reversal` of a shot for the next one, with
+its costs, plan, buffers and file.  Results come to the client one by one and are added in the
 order of the shots, whatever the order of their arrival: the sum is that of a
 plain loop to the last bit.  Only so many shots are sent out ahead of the sum that
 the client never holds more than a few results.
@@ -14,7 +15,8 @@ a worker dies                   Dask runs its shots elsewhere, or on the
                                 worker's successor; after more deaths of one
                                 shot than its cluster allows, so do we
 a shot kills worker by worker   `ShotError` after `deaths` times
-a shot raises                   `ShotError` with its index, the cause attached
+a shot raises                   `ShotError` with its index, the cause attached;
+                                its `Reversal` is not kept
 no folder for scratch           `StoreError` naming the workers, before any
                                 shot runs; `ShotError` on one that joins later
 all workers are gone            a `MultistageError` after `patience_s`
@@ -22,6 +24,7 @@ Ctrl-C, any error               shots not begun are cancelled
 ==============================  ==============================================
 
 A worker that is killed leaves no file of checkpoints: it never had a name.
+What a worker keeps is closed when `map_shots` returns or raises.
 """
 
 from __future__ import annotations
@@ -29,19 +32,24 @@ from __future__ import annotations
 import importlib
 import logging
 import operator
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
+from uuid import uuid4
 
 import optree
 
 from ..backends.files import FileStore
 from ..errors import ArgumentError, MultistageError, ShotError, StoreError
 from ..model.budget import Budget
+from ..model.chain import Chain
+from ..reversal import Reversal
+from ..reversing.arguments import chain_of, kind_of
 from ..support.free_memory import DEFAULT_SHARE, default_budget_bytes
 from ..support.units import format_bytes
 
@@ -50,6 +58,8 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+State = TypeVar("State")
+Adjoint = TypeVar("Adjoint")
 Memory = int | str
 
 _log = logging.getLogger(__name__)
@@ -70,7 +80,7 @@ def _distributed() -> Any:
 
 def map_shots(
     client: Client,
-    shot: Callable[[Item, Memory, str], Result],
+    shot: Callable[[Item, ShotWorker], Result],
     shots: Iterable[Item],
     *,
     memory: Memory | None = None,
@@ -89,9 +99,9 @@ def map_shots(
         Of a running cluster, not an asynchronous one; its workers have this
         package.
     shot : callable
-        `shot(item, memory, tiers) -> result`, run on a worker; memory and tiers
-        are what `Reversal` takes.  It may run more than once for an item, so
-        it should have no effect but its result.
+        `shot(item, worker) -> result`, run on a worker, of which it is given a `ShotWorker`:
+        `worker.reversal(...)` is its `Reversal`.  It may run more than once for an item, so it
+        should have no effect but its result.
     shots : iterable
         The items; taken one by one as workers become free.
     memory : int or str, optional
@@ -137,9 +147,9 @@ def map_shots(
 
     Examples
     --------
-    >>> def shot(column, memory, tiers):
+    >>> def shot(column, worker):
     ...     model = build(200, 300, n_steps=1000, source_column=column)
-    ...     with Reversal(model.chain(), n_steps=1000, memory=memory, tiers=tiers) as run:
+    ...     with worker.reversal(model.chain(), n_steps=1000) as run:
     ...         run.forward(model.start())
     ...         adjoint = run.reverse(model.start_adjoint())
     ...     return model.misfit(), model.gradient(adjoint)
@@ -164,6 +174,7 @@ def map_shots(
     total: Any = None
     summed, exhausted = 0, False
     try:
+        cluster.register_plugin(_plugin(memory, folder), sender.name)
         while True:
             room = ahead or 2 * max(1, sum(cluster.nthreads().values()))
             while not exhausted and len(sender.pending) + len(waiting) < room:
@@ -212,7 +223,8 @@ class _Sender:
     ) -> None:
         self._dask = _distributed()
         self._cluster = cluster
-        self._arguments = shot, memory, scratch
+        self.name = f"multistage-shots-{uuid4().hex}"  # of what the workers keep
+        self._arguments = shot, self.name, memory, scratch
         self._deaths = deaths
         self._patience_s = patience_s
         self.pending: dict[Any, _Job] = {}
@@ -268,9 +280,13 @@ class _Sender:
         return [future for future in self.pending if future.status not in _UNDER_WAY]
 
     def cancel(self) -> None:
-        if self.pending:
-            self._cluster.cancel(list(self.pending))
-            self.pending.clear()
+        """Cancel shots not begun; close what the workers keep."""
+        try:
+            if self.pending:
+                self._cluster.cancel(list(self.pending))
+                self.pending.clear()
+        finally:
+            self._cluster.unregister_worker_plugin(self.name)
 
 
 def _add(total: Any, result: Any) -> Any:
@@ -310,15 +326,132 @@ def _errors(wrong: dict[str, tuple[bool, str]]) -> MultistageError:
 # ------------------------------------------------------------------ on a worker
 
 
-def _run(shot: Callable[..., Any], memory: Memory | None, scratch: str | None, item: Any) -> Any:
-    """Run one shot, with the budget and the tier of the worker this runs on."""
+class ShotWorker:
+    """The worker that a shot runs on: its budget, its tier, and a `Reversal` for shot after shot.
+
+    `map_shots` makes one on each worker; shots that run at once in threads share it.
+
+    Parameters
+    ----------
+    memory, tiers
+        Those of one running shot, as `Reversal` takes them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from multistage import FunctionChain
+    >>> worker, runs, gradients = ShotWorker("2 slots", "memory:"), [], []
+    >>> for scale in (1, 2, 3):
+    ...     chain = FunctionChain(lambda x, i: scale * x, lambda x, a, i: scale * a)
+    ...     with worker.reversal(chain, n_steps=4) as run:
+    ...         last = run.forward(np.array(1.0))
+    ...         gradients.append(float(run.reverse(np.array(1.0))))
+    ...     runs.append(run)
+    >>> gradients, runs[0] is runs[1] is runs[2]
+    ([1.0, 16.0, 81.0], True)
+    >>> worker.close()
+    """
+
+    def __init__(self, memory: Memory, tiers: str) -> None:
+        self.memory, self.tiers = memory, tiers
+        self._idle: list[tuple[object, Reversal[Any, Any]]] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @contextmanager
+    def reversal(
+        self,
+        chain: Chain[State, Adjoint] | Callable[[State, int], State],
+        adjoint_step: Callable[..., Adjoint] | None = None,
+        n_steps: int | None = None,
+        *,
+        tape_step: Callable[[State, int], tuple[State, object]] | None = None,
+        planner: str = "auto",
+        checked: bool = False,
+    ) -> Iterator[Reversal[State, Adjoint]]:
+        """Lend a `Reversal` with these operators, for a `with` block.
+
+        It is that of an earlier shot with as many steps and operators of the same kind, which
+        no shot is using, by `Reversal.use`; else a new one, in which the first sweep measures.
+
+        Parameters
+        ----------
+        chain, adjoint_step, n_steps, tape_step, planner, checked
+            As for `Reversal`.  Make a `Reversal` with `memory` and `tiers` where other
+            arguments are needed.
+
+        Notes
+        -----
+        One that is kept holds its buffers and its file.  Those of other kinds keep costs and
+        plans alone while shots of this kind run.  After an exception in the block none is kept.
+        """
+        operators = chain_of(chain, adjoint_step, tape_step)
+        kind = n_steps, planner, checked, kind_of(operators)
+        run = self._taken(kind)
+        if run is None:
+            run = Reversal(
+                operators,
+                n_steps=n_steps,
+                memory=self.memory,
+                tiers=self.tiers,
+                planner=planner,
+                checked=checked,
+            )
+        else:
+            run.use(operators)
+        with ExitStack() as on_error:
+            on_error.callback(run.close)
+            yield run
+            run._sweeps.use(None)  # which refer to the model of this shot
+            with self._lock:
+                if not self._closed:
+                    self._idle.append((kind, run))
+                    on_error.pop_all()
+
+    def _taken(self, kind: object) -> Reversal[Any, Any] | None:
+        """Return a kept run of a kind, if there is one; close the others' tiers."""
+        with self._lock:
+            found = next((each for each in self._idle if each[0] == kind), None)
+            if found is not None:
+                self._idle.remove(found)
+            for other, run in self._idle:
+                if other != kind:
+                    run.close()
+        return None if found is None else found[1]
+
+    def close(self) -> None:
+        """Close what is kept, and what running shots give back."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for _, run in idle:
+            run.close()
+
+
+def _plugin(memory: Memory | None, scratch: str | None) -> Any:
+    """Return what makes a `ShotWorker` on each worker, and closes it in the end."""
+
+    class Shots(_distributed().WorkerPlugin):  # type: ignore[misc]
+        def setup(self, worker: Any) -> None:
+            budget = _budget(worker) if memory is None else memory
+            self.worker = ShotWorker(budget, f"file:{quote(str(_folder(worker, scratch)))}")
+
+        def teardown(self, worker: Any) -> None:
+            self.worker.close()
+
+    return Shots()
+
+
+def _run(
+    shot: Callable[..., Any], name: str, memory: Memory | None, scratch: str | None, item: Any
+) -> Any:
+    """Run one shot on this worker."""
     worker = _distributed().get_worker()
     # It may have joined since the others were asked.
     reason = _unusable(memory, scratch, worker)
     if reason is not None:
         raise _errors({worker.address: reason})
-    budget = _budget(worker) if memory is None else memory
-    return shot(item, budget, f"file:{quote(str(_folder(worker, scratch)))}")
+    return shot(item, worker.plugins[name].worker)
 
 
 def _folder(worker: Any, scratch: str | None) -> Path:

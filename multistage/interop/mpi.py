@@ -47,8 +47,9 @@ from ..model.stages import StageCosts
 from ..planners import Plan, Planner
 from ..planners.base import BUFFERS
 from ..report import Report
-from ..reversing.arguments import Arguments
+from ..reversing.arguments import Arguments, Operators
 from ..reversing.sweeps import Sweeps
+from ..reversing.uniform import Uniform
 from ..states.layout import Array, Layout
 from ..states.slots import States
 from ..support.free_memory import default_budget_bytes
@@ -257,7 +258,9 @@ class MPIReversal(Generic[State, Adjoint]):
             own = self._durable.store
         self._store = None if own is None else AgreedStore(own, ranks)
         self._probed = own if self._durable is None else self._durable.probe
-        self._given = checked_here
+        words = checked_here.keywords | {"tape_step": None}
+        self._operators = Operators.of(chain, adjoint_step, tape_step)
+        self._given = partial(Arguments.of, self._operators, **words)
         self._agreed = _Agreed(ranks, tiered=own is not None)
         self._progress = ranks.rank == 0 and is_shown(progress)
         self._layout: Layout | None = None
@@ -265,6 +268,7 @@ class MPIReversal(Generic[State, Adjoint]):
         self._sweeps: Sweeps[State, Adjoint] | None = None  # None until all ranks have agreed
         self._n_steps = n_steps
         self._ready = self._closed = False
+        self._stale = False  # the plan rests on costs that were seen to be others
         self._left = False  # by an exception of this rank's own
         self._report: Report | None = None
 
@@ -363,6 +367,33 @@ class MPIReversal(Generic[State, Adjoint]):
         Not collective.  The next `forward` opens the tier again, on every rank.
         """
         self._stop()
+
+    def use(
+        self,
+        chain: Chain[State, Adjoint] | Callable[[State, int], State],
+        adjoint_step: Callable[..., Adjoint] | None = None,
+        *,
+        tape_step: Callable[[State, int], tuple[State, object]] | None = None,
+    ) -> None:
+        """Run other operators in the sweeps to come, such as those of the next shot.
+
+        Collective; for the rest see `Reversal.use`.
+
+        Raises
+        ------
+        ArgumentError
+            On every rank, if those of one are of another kind, or the run is durable; nothing
+            changes then.
+        """
+        self._require_in_step()
+        made: list[Chain[State, Adjoint]] = []
+        durable = self._durable is not None
+        others = partial(self._operators.others, chain, adjoint_step, tape_step, durable=durable)
+        self._ranks.gather(lambda: made.append(others()), "use()")
+        self._ready = False
+        self._operators.current = made[0]
+        if self._sweeps is not None:
+            self._sweeps.use(made[0])
 
     def _require_in_step(self) -> None:
         if self._left or self._ranks.apart:
@@ -475,10 +506,8 @@ class MPIReversal(Generic[State, Adjoint]):
             return
         costs = agreed.costs
         assert costs is not None
-        if drifted(costs, agreed.slowest(lambda: seen)):
-            sweeps.end(keep=False)
-            self._sweeps = None
-        else:
+        self._stale = drifted(costs, agreed.slowest(lambda: seen))
+        if not self._stale:
             agreed.costs = costs
 
     def _prepared(
@@ -512,13 +541,25 @@ class MPIReversal(Generic[State, Adjoint]):
             self._forget()
             self._sweeps = self._planned(state, sweeps=sweeps)
         assert self._sweeps is not None
+        if self._stale:  # by costs alone: the tier stays open
+            self._stale = False
+            assert self._agreed.costs is not None
+            self._plan_by(self._agreed.costs, self._sweeps, state)
         return self._sweeps
+
+    def _plan_by(self, costs: Costs, sweeps: Sweeps[State, Adjoint], state: State) -> None:
+        """Plan the sweeps to come by costs that the ranks have agreed on."""
+        assert isinstance(sweeps.steps, Uniform)
+        sweeps.steps.plan_by(costs)
+        if self._n_steps is not None:
+            self._agreed.planned(partial(sweeps.prepare, state))
 
     def _forget(self) -> None:
         """Drop the plan, and all that was made for it; a durable folder stays open."""
         if self._sweeps is not None:
             self._sweeps.let_go()
         self._sweeps = self._agreed.plan = None
+        self._stale = False
 
     def _planned(self, state: State, *, sweeps: bool) -> Sweeps[State, Adjoint]:
         """Agree on slots, costs and the plan.

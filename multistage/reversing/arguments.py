@@ -57,6 +57,94 @@ class Agreement(Protocol):
         ...
 
 
+class Operators(Generic[State, Adjoint]):
+    """A chain that runs the operators of the current shot.
+
+    Everything above it, plans and executors included, knows a chain by its kind alone.
+
+    Parameters
+    ----------
+    chain : Chain
+        Of the first shot.
+
+    Attributes
+    ----------
+    in_place, state_is_tape, one_tape : bool
+        The kind of chain, which all shots have in common.
+    current : Chain or None
+        What is run; None to forget the operators of the last shot.
+    """
+
+    def __init__(self, chain: Chain[State, Adjoint]) -> None:
+        self.current: Chain[State, Adjoint] | None = chain
+        self.in_place, self.state_is_tape, self.one_tape = kind_of(chain)
+
+    @classmethod
+    def of(
+        cls,
+        chain: Chain[State, Adjoint] | Callable[[State, int], State],
+        adjoint_step: Callable[..., Adjoint] | None,
+        tape_step: Callable[[State, int], tuple[State, object]] | None,
+    ) -> Self:
+        """Return those of the arguments of a `Reversal`; the same, if that is what they are."""
+        made = chain_of(chain, adjoint_step, tape_step)
+        return made if isinstance(made, cls) else cls(made)
+
+    def others(
+        self,
+        chain: Chain[State, Adjoint] | Callable[[State, int], State],
+        adjoint_step: Callable[..., Adjoint] | None,
+        tape_step: Callable[[State, int], tuple[State, object]] | None,
+        *,
+        durable: bool,
+    ) -> Chain[State, Adjoint]:
+        """Return the operators of another shot, to be made `current`.
+
+        Raises
+        ------
+        ArgumentError
+            If they are of another kind, or the run is durable.
+        """
+        if durable:
+            raise ArgumentError(
+                "use() is not for durable runs, which resume by their durable_label=; make a "
+                "Reversal with one of its own for each shot"
+            )
+        made = chain_of(chain, adjoint_step, tape_step)
+        if kind_of(made) != kind_of(self):
+            names = ("in_place", "state_is_tape", "one_tape")
+            ours, theirs = (
+                ", ".join(map("{}={}".format, names, kind_of(each))) for each in (self, made)
+            )
+            raise ArgumentError(
+                f"use() takes operators like those before, with {ours}; these have {theirs}: make "
+                "another Reversal for them"
+            )
+        return made
+
+    def _now(self) -> Chain[State, Adjoint]:
+        if self.current is None:
+            raise ArgumentError("the operators of the last shot are gone; give others by use()")
+        return self.current
+
+    # Properties, not methods: a call more would be paid at every step.
+
+    @property
+    def advance(self) -> Callable[[State, int, int], State]:
+        """That of the current shot."""
+        return self._now().advance
+
+    @property
+    def tape(self) -> Callable[[State, int], tuple[State, object]]:
+        """That of the current shot."""
+        return self._now().tape
+
+    @property
+    def reverse(self) -> Callable[[object, Adjoint, int], Adjoint]:
+        """That of the current shot."""
+        return self._now().reverse
+
+
 @dataclass(frozen=True, slots=True)
 class Arguments(Generic[State, Adjoint]):
     """What a `Reversal` is given, checked and filled in.
@@ -64,6 +152,9 @@ class Arguments(Generic[State, Adjoint]):
     Attributes
     ----------
     chain : Chain
+        The operators, as they are run.
+    operators : Operators
+        What is at the bottom of it.
     n_steps : int or None
     budget : Budget
     stores : tuple of Store
@@ -85,6 +176,7 @@ class Arguments(Generic[State, Adjoint]):
     """
 
     chain: Chain[State, Adjoint]
+    operators: Operators[State, Adjoint]
     n_steps: int | None
     budget: Budget
     stores: tuple[Store, ...]
@@ -125,9 +217,9 @@ class Arguments(Generic[State, Adjoint]):
         ArgumentError, BudgetError, StoreError
             If an argument breaks its rule, or does not go with another.
         """
-        chain = chain_of(chain, adjoint_step, tape_step)
-        watched = Checked(chain) if checked and states is None else None
-        chain = watched or chain
+        operators = Operators.of(chain, adjoint_step, tape_step)
+        watched = Checked(operators) if checked and states is None else None
+        chain = watched or operators
         _require_kinds(costs, durable, planner)
         if isinstance(planner, Plan):
             n_steps = planner.n_steps if n_steps is None else n_steps
@@ -153,6 +245,7 @@ class Arguments(Generic[State, Adjoint]):
         said = states is not None or run is not None or costs is not None
         return cls(
             chain=chain,
+            operators=operators,
             n_steps=n_steps,
             budget=budget,
             stores=stores,
@@ -207,6 +300,11 @@ def chain_of(
     if adjoint_step is not None or tape_step is not None:
         raise ArgumentError("adjoint_step and tape_step go with a plain step, not with a Chain")
     return chain
+
+
+def kind_of(chain: Chain[State, Adjoint]) -> tuple[bool, bool, bool]:
+    """Return `in_place`, `state_is_tape` and `one_tape`, which a chain need not have."""
+    return chain.in_place, chain.state_is_tape, bool(getattr(chain, "one_tape", False))
 
 
 def _checked_budget(memory: Budget | int | str | None) -> Budget:

@@ -12,6 +12,7 @@ from ..errors import ArgumentError, StateError, StoreError
 from ..execute.executor import Executor, without_frames
 from ..execute.ledger import Counts
 from ..execute.metered import LargerThanPlanned
+from ..model.chain import Chain
 from ..model.stages import StageCosts
 from ..planners import Plan
 from ..report import Report, TierUse
@@ -32,6 +33,7 @@ _THEY_DIFFER = (
     "costs=StageCosts(...)"
 )
 _PREPARED = "; prepare(), with a state of another layout, has ended the sweep: call forward() again"
+_USED = "; use() has ended the sweep: call forward() again"
 
 
 class _Stopped(Exception):
@@ -103,6 +105,15 @@ class Sweeps(Generic[State, Adjoint]):
         self._ready = False
         self._abort()
         self._opened.let_go()
+
+    def use(self, chain: Chain[State, Adjoint] | None) -> None:
+        """Run other operators in the sweeps to come; with None, forget those of the last shot."""
+        self._opened.require_own()
+        self.given.operators.current = chain
+        self._ready, self._ended = False, _USED
+        self.bars.close()
+        if self.executor is not None:
+            self.executor.abort()
 
     def _abort(self) -> None:
         if self.executor is not None:

@@ -299,6 +299,10 @@ class Uniform(Generic[State, Adjoint]):
             made = plan(costs, Budget(slots=slots), n_steps, planner, progress=self._bars.shown)
         return made.within(self._arguments.budget.bytes, {BUFFERS: self._buffers})
 
+    def plan_by(self, costs: Costs) -> None:
+        """Plan the next sweep by costs that all ranks have agreed on."""
+        self.costs, self._stale = costs, True
+
     def prospect(self) -> Plan:
         """Return the plan of the next sweep, of one step if its length is unknown."""
         assert self.costs is not None

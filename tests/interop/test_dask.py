@@ -22,7 +22,7 @@ distributed = pytest.importorskip("distributed")
 
 import dask  # noqa: E402
 
-from multistage.interop.dask import map_shots  # noqa: E402
+from multistage.interop.dask import ShotWorker, map_shots  # noqa: E402
 
 STEPS = 60
 SOURCES = list(range(30, 60, 5))
@@ -53,18 +53,22 @@ def client(cluster: Any) -> Iterator[Any]:
         yield made
 
 
-def wave(source: int, budget: int | str, tier: str) -> tuple[float, Any]:
+def wave(source: int, worker: ShotWorker) -> tuple[float, Any]:
     model = build(50, 90, STEPS, sponge=10, source_column=source)
-    with Reversal(model.chain(), n_steps=STEPS, memory=budget, tiers=tier) as run:
+    with worker.reversal(model.chain(), n_steps=STEPS) as run:
         run.forward(model.start())
         adjoint = run.reverse(model.start_adjoint())
     return model.misfit(), model.gradient(adjoint)
 
 
 def serial(sources: list[int]) -> tuple[float, Any]:
-    misfit, gradient = wave(sources[0], "8 slots", "memory:")
-    for source in sources[1:]:
-        more = wave(source, "8 slots", "memory:")
+    parts = []
+    for source in sources:
+        alone = ShotWorker("8 slots", "memory:")
+        parts.append(wave(source, alone))
+        alone.close()
+    misfit, gradient = parts[0]
+    for more in parts[1:]:
         misfit, gradient = misfit + more[0], gradient + more[1]
     return misfit, gradient
 
@@ -89,7 +93,7 @@ def test_the_sum_is_that_of_a_loop(client: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def late(item: tuple[int, str], budget: Any, tier: str) -> list[int]:
+def late(item: tuple[int, str], worker: ShotWorker) -> list[int]:
     """Return the item's number; number 0 only when the file of another is there."""
     number, folder = item
     if number == 0:
@@ -118,7 +122,7 @@ def test_few_results_wait_on_the_client(client: Any, tmp_path: Path) -> None:
     assert map_shots(client, late, items(), reduce=reduce, ahead=5) == list(range(30))
 
 
-def killed_once(item: tuple[int, str, str], budget: Any, tier: str) -> Any:
+def killed_once(item: tuple[int, str, str], worker: ShotWorker) -> Any:
     """Run a shot; the first time shot 40 is asked for, die in the middle of its reverse sweep."""
     source, marker, folder = item
     model = build(50, 90, STEPS, sponge=10, source_column=source)
@@ -139,7 +143,7 @@ def killed_once(item: tuple[int, str, str], budget: Any, tier: str) -> Any:
 
     killing = type(chain)(model.forward, reverse)
     costs = Costs(1e-4, 2e-4, tiers=(Tier("file", 2.5e-4, 2.5e-4),))
-    with Counted(killing, n_steps=STEPS, memory="8 slots", tiers=tier, costs=costs) as run:
+    with Counted(killing, n_steps=STEPS, memory="8 slots", tiers=worker.tiers, costs=costs) as run:
         run.forward(model.start())
         adjoint = run.reverse(model.start_adjoint())
     return model.misfit(), model.gradient(adjoint)
@@ -171,9 +175,9 @@ def test_a_worker_killed_in_mid_shot_costs_time_alone(
     assert set(client.nthreads()) != before  # and a worker did die
 
 
-def deadly(item: int, budget: Any, tier: str) -> int:
+def deadly(item: int, worker: ShotWorker) -> int:
     if item == 1:
-        store = open_store(tier)
+        store = open_store(worker.tiers)
         store.open(Layout.of(np.zeros(3)))
         os.kill(os.getpid(), signal.SIGKILL)
     return item
@@ -197,7 +201,7 @@ def test_a_shot_that_kills_every_worker_ends(
     assert list(tmp_path.iterdir()) == []
 
 
-def raising(item: int, budget: Any, tier: str) -> int:
+def raising(item: int, worker: ShotWorker) -> int:
     if item == 2:
         raise FloatingPointError("the scheme blew up")
     return item
@@ -212,7 +216,7 @@ def test_an_error_of_a_shot_has_its_index(client: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def started(item: str, budget: Any, tier: str) -> None:
+def started(item: str, worker: ShotWorker) -> None:
     Path(item).touch()
 
 
@@ -237,9 +241,8 @@ def test_a_worker_without_scratch_is_named_before_any_shot(client: Any, tmp_path
     assert mark.exists()
 
 
-def told(item: int, budget: Any, tier: str) -> list[Any]:
-    worker = distributed.get_worker()
-    return [(budget, tier, worker.local_directory)]
+def told(item: int, worker: ShotWorker) -> list[Any]:
+    return [(worker.memory, worker.tiers, distributed.get_worker().local_directory)]
 
 
 def test_each_worker_has_its_own_budget_and_folder(client: Any) -> None:

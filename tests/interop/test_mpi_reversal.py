@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,13 @@ import pytest
 from fake_mpi import MPI, Aborted, Comm, Deadlock, World, run_ranks, succeed
 from mpi_wave import Wave, store_all, whole
 
-from multistage.backends import MemoryStore
+from multistage.backends import FileStore, MemoryStore
 from multistage.errors import ArgumentError, BudgetError, StateError, StoreError
 from multistage.interop import mpi
 from multistage.interop.mpi import MPIReversal
 from multistage.interop.ranks import slowest
 from multistage.measurement import chain, driver, store
+from multistage.model.chain import FunctionChain
 from multistage.model.costs import Costs
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
@@ -194,6 +196,84 @@ def test_costs_are_corrected_alike_on_every_rank(
     assert second < 1 if given else second == learned > 1e-9
     assert all(one[1][0] == first and one[3][0] == second for one in found)
     assert_exact([one[2] for one in found])
+
+
+@pytest.mark.parametrize("drifts", [False, True])
+@pytest.mark.parametrize("tier", [None, "file:{}"])
+def test_a_second_shot_finds_everything_as_it_is(
+    tier: str | None, drifts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Costs that drift are planned for anew, on all ranks, and the tiers stay open."""
+    tier = tier and tier.format(tmp_path)
+    found: Counter[str] = Counter()
+    for owner, name in (
+        (uniform, "FirstSteps"),
+        (uniform, "probe_store"),
+        (mpi, "measure"),
+        (uniform, "plan"),
+        (FileStore, "open"),
+        (mpi, "Sweeps"),
+    ):
+        plain = getattr(owner, name)
+
+        def call(*given: Any, name: str = name, plain: Any = plain, **options: Any) -> Any:
+            found[name] += 1
+            return plain(*given, **options)
+
+        monkeypatch.setattr(owner, name, call)
+    monkeypatch.setattr(mpi, "drifted", lambda old, new: drifts)
+
+    def work(comm: Comm) -> Any:
+        gradients, counts = [], []
+        wave, reversal = waves(comm, costs=None, tiers=tier)
+        with reversal as run:
+            for _ in range(3):
+                comm.allgather(None)
+                before = found.copy()
+                comm.allgather(None)
+                wave = Wave(comm)
+                run.use(wave.step, wave.adjoint_step)
+                gradients.append(gradient(run, wave))
+                assert wave.steps == run.report().counts.forward_steps
+                comm.allgather(None)
+                counts.append(found - before)
+        return gradients, counts
+
+    ranks = succeed(run_ranks(2, work))
+    for _, (first, *others) in ranks:
+        assert first["FirstSteps"] == first["Sweeps"] == 2
+        assert others == 2 * [{"plan": 2} if drifts else {}]
+    for shot in range(3):
+        assert_exact([gradients[shot] for gradients, _ in ranks])
+
+
+def test_the_operators_of_each_shot_are_run() -> None:
+    def shot(scale: int) -> Any:
+        return FunctionChain(lambda x, i: scale * x, lambda x, a, i: scale * a)
+
+    def work(comm: Comm) -> Any:
+        found = []
+        with MPIReversal(shot(1), n_steps=5, comm=comm, memory="3 slots") as run:
+            for scale in (2, 3, 5):
+                run.use(shot(scale))
+                run.forward(np.ones(1))
+                found.append(run.reverse(np.ones(1))[0])
+        return found
+
+    assert succeed(run_ranks(2, work)) == 2 * [[32, 243, 3125]]
+
+
+def test_operators_of_another_kind_on_one_rank_are_refused_on_all() -> None:
+    def work(comm: Comm) -> Any:
+        wave, reversal = waves(comm)
+        with reversal as run:
+            run.forward(wave.start)
+            tape = (lambda x, i: (wave.step(x, i), x)) if comm.rank else None
+            with pytest.raises(ArgumentError, match=r"rank 1: .*state_is_tape=False"):
+                run.use(wave.step, wave.adjoint_step, tape_step=tape)
+            return run.reverse(wave.seed)  # nothing has changed
+
+    assert_exact(errors(2, work))
 
 
 def test_online() -> None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from multistage import Costs, Plan, plan, reverse
 from multistage.interop.checkpoint_schedules import actions_of, as_planner, as_schedule
-from multistage.interop.dask import map_shots
+from multistage.interop.dask import ShotWorker, map_shots
 from multistage.interop.mpi import MPIReversal
 
 if TYPE_CHECKING:
@@ -47,11 +47,12 @@ def on_ranks(comm: Comm, x: Vector) -> Vector:
         return run.reverse(last)
 
 
-def shot(item: float, memory: int | str, tiers: str) -> tuple[float, Vector]:
+def shot(item: float, worker: ShotWorker) -> tuple[float, Vector]:
     """Run one shot."""
     x = np.full(3, item)
-    result = reverse(step, adjoint_step, x, x, 100, memory=memory, tiers=tiers)
-    return item, result.adjoint
+    with worker.reversal(step, adjoint_step, 100) as run:
+        run.forward(x)
+        return item, run.reverse(x)
 
 
 def on_a_cluster(client: Client) -> float:
