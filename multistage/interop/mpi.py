@@ -267,8 +267,7 @@ class MPIReversal(Generic[State, Adjoint]):
         self._limit: tuple[int | None, int] = None, 0  # bytes, and of them buffers
         self._sweeps: Sweeps[State, Adjoint] | None = None  # None until all ranks have agreed
         self._n_steps = n_steps
-        self._ready = self._closed = False
-        self._stale = False  # the plan rests on costs that were seen to be others
+        self._ready = self._closed = self._stale = False  # stale: the plan's costs have drifted
         self._left = False  # by an exception of this rank's own
         self._report: Report | None = None
 
