@@ -241,8 +241,7 @@ class Arguments(Generic[State, Adjoint]):
             # Less those of a tier that they were measured with and that is not here now.
             costs = agreeing(costs, chain)
             costs = costs if stores else costs.without_tiers()
-        # Unless the user has said otherwise.
-        said = states is not None or run is not None or costs is not None
+        said = states is not None or run is not None or costs is not None  # what steps are like
         return cls(
             chain=chain,
             operators=operators,
