@@ -166,7 +166,7 @@ class Reversal(Generic[State, Adjoint]):
     @property
     def costs(self) -> Costs | StageCosts | None:
         """The costs for planning the next sweep, given or measured."""
-        return self._sweeps.steps.costs
+        return self._sweeps.costs
 
     def __enter__(self) -> Self:
         return self

@@ -31,8 +31,7 @@ from functools import partial
 from types import TracebackType
 from typing import Generic, Literal, Self, TypeVar
 
-from ..backends.base import Store
-from ..backends.urls import open_store
+from ..backends.urls import Tiers, open_store, tier_names
 from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
 from ..errors import ArgumentError
@@ -81,13 +80,18 @@ def _facts_to_agree(
             "costs=StageCosts(...) are those of unequal steps, and MPIReversal plans "
             "uniform ones; give Costs, or leave them out to have them measured"
         )
+    if len(tier_names(words["tiers"])) > 1:
+        raise ArgumentError(
+            f"{len(tier_names(words['tiers']))} slow tiers on several ranks; ranks agree on one, "
+            "such as a cascade 'memory:8GiB > file:///scratch'"
+        )
     given = checked_here()
     same = ("n_steps", "durable_every_s", "durable_label")
     planner = words["planner"]  # what one of the user's own makes is compared later
     return {name: words[name] for name in same} | {
         "planner": planner if isinstance(planner, str) else "one of your own",
         "on_error": on_error,
-        "having a tier": words["tiers"] is not None,
+        "having a tier": bool(tier_names(words["tiers"])),
         "having a durable folder": words["durable"] is not None,
         "having costs": words["costs"] is not None,
         "having a tape": not given.chain.state_is_tape,
@@ -156,8 +160,8 @@ class MPIReversal(Generic[State, Adjoint]):
         Fast memory for this rank's checkpoints; the rank with room for the
         fewest states decides.  Default: a quarter of the memory that is free,
         divided by the ranks that share it.
-    tiers : str or Store, optional
-        This rank's slow tier, best on a disk of its own node; all ranks have
+    tiers : str, Path or Store, optional
+        This rank's slow tier, one only, best on a disk of its own node; all ranks have
         one, or none has.
     costs : Costs, optional
         Given on all ranks or on none; the slowest count.
@@ -219,7 +223,7 @@ class MPIReversal(Generic[State, Adjoint]):
         comm: Communicator | Ranks | None = None,
         tape_step: Callable[[State, int], tuple[State, object]] | None = None,
         memory: Budget | int | str | None = None,
-        tiers: str | Store | None = None,
+        tiers: Tiers | None = None,
         planner: str | Plan | Planner = "auto",
         costs: Costs | None = None,
         checked: bool = False,
@@ -252,7 +256,8 @@ class MPIReversal(Generic[State, Adjoint]):
         self._on_error = on_error
         self._begin(checked_here)
         self._durable: DurableRun | None = None
-        own = None if tiers is None else open_store(tiers)
+        names = tier_names(tiers)
+        own = open_store(names[0]) if names else None
         if durable is not None:
             self._durable = DurableRun(durable, durable_every_s, durable_label, peers=ranks)
             own = self._durable.store
@@ -455,6 +460,27 @@ class MPIReversal(Generic[State, Adjoint]):
             last = sweeps.forward(state, until)
         self._ready = True
         return last
+
+    def begin(self, state: State, until: Callable[[State, int], bool] | None = None) -> None:
+        """Begin a forward sweep whose steps the caller runs, who pushes each state.
+
+        As `Sweeps.begin`, on every rank; costs are given.
+        """
+        self._require_in_step()
+        self._ready = False
+        with self._guarded():
+            self._prepared(state, until is not None, "begin()", sweeps=True).begin(state, until)
+
+    def push(self, state: State) -> bool:
+        """Go on with a sweep that was begun, from the next state; return whether it is the last.
+
+        Not agreed: every rank has come to the same step.
+        """
+        self._require_in_step()
+        with self._guarded():
+            assert self._sweeps is not None
+            self._ready = self._sweeps.push(state)
+        return self._ready
 
     def prepare(self, state: State) -> Plan:
         """Agree, measure, plan and open the tiers before the first `forward`; return the plan.

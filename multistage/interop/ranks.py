@@ -35,6 +35,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -215,6 +216,35 @@ class Ranks:
         comm, self._comm = self._comm, None
         if comm is not None:
             comm.Free()
+
+
+def shared_ranks(comm: Communicator) -> Ranks | None:
+    """Return the ranks of a communicator, one duplicate of it for all who ask; None for one rank.
+
+    Freeing one is collective, and what runs sweeps is dropped when the interpreter collects
+    it, at other moments on every rank.  It is kept with the communicator, whose handle may
+    be another's once it is freed.
+    """
+    if comm.Get_size() == 1:
+        return None
+    found = comm.Get_attr(_key())
+    if found is None:
+        found = Ranks(comm)
+        comm.Set_attr(_key(), found)
+    assert isinstance(found, Ranks)
+    return found
+
+
+@cache
+def _key() -> int:
+    mpi: Any = sys.modules["mpi4py.MPI"]
+    return int(mpi.Comm.Create_keyval())
+
+
+def world_size() -> int:
+    """Return how many ranks MPI has started; 1 if nothing has used MPI yet."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    return int(mpi.COMM_WORLD.Get_size()) if mpi is not None and mpi.Is_initialized() else 1
 
 
 # Reductions that nothing waited for, of ranks that are gone: see `Ranks`.

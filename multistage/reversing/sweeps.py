@@ -12,7 +12,11 @@ from ..errors import ArgumentError, StateError, StoreError
 from ..execute.executor import Executor, without_frames
 from ..execute.ledger import Counts
 from ..execute.metered import LargerThanPlanned
+<<<<<<< HEAD
 from ..model.chain import Chain
+=======
+from ..model.costs import Costs
+>>>>>>> 886bccb (Let ranks of an MPI program share a tape of pyadjoint)
 from ..model.stages import StageCosts
 from ..planners import Plan
 from ..report import Report, TierUse
@@ -85,6 +89,11 @@ class Sweeps(Generic[State, Adjoint]):
         """The plan of the last sweep; of one of unknown length it is made when asked for."""
         return None if self._drawn is None else self._drawn()
 
+    @property
+    def costs(self) -> Costs | StageCosts | None:
+        """The costs for planning the next sweep, given or measured."""
+        return self.steps.costs
+
     def end(self, *, keep: bool) -> None:
         """Forget a sweep in progress, stop threads, remove files.
 
@@ -103,6 +112,7 @@ class Sweeps(Generic[State, Adjoint]):
     def let_go(self) -> None:
         """Forget a sweep in progress and stop its threads; a durable folder stays open."""
         self._ready = False
+        self.bars.close()
         self._abort()
         self._opened.let_go()
 
@@ -178,14 +188,15 @@ class Sweeps(Generic[State, Adjoint]):
         self._opened.require_own()
         self._forward(state, until, pushes=True)
 
-    def push(self, state: State) -> None:
-        """Go on with a sweep that was begun, from the next state."""
+    def push(self, state: State) -> bool:
+        """Go on with a sweep that was begun, from the next state; return whether it is the last."""
         executor = self.executor
         assert executor is not None
         self._opened.require_own()
         try:
             if executor.push(state):
                 self._turn(state)
+            return self._ready
         except BaseException as error:
             try:
                 self._note_stop(error, "in the forward sweep", None)

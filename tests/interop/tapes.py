@@ -28,6 +28,16 @@ def plain(value: Any) -> Any:
     return np.asarray(value).view(np.ndarray)
 
 
+def roll(values: Any, by: int) -> Any:
+    """Shift values in a ring; `tape_worker` has a ring of several ranks."""
+    return np.roll(values, by)
+
+
+def total(values: Any) -> float:
+    """Sum values."""
+    return float(values.sum())
+
+
 class Product(Block):  # type: ignore[misc]
     """c x, c x y, or c x^2 + 0.1 x shifted by one: what all tangents and adjoints are known of."""
 
@@ -40,7 +50,7 @@ class Product(Block):  # type: ignore[misc]
     def value(self, inputs: Any) -> Any:
         x = plain(inputs[0])
         if self.square:
-            return self.c * x * x + 0.1 * np.roll(x, 1)
+            return self.c * x * x + 0.1 * roll(x, 1)
         return self.c * x * (plain(inputs[1]) if len(inputs) > 1 else 1.0)
 
     def by(self, inputs: Any, idx: int) -> Any:
@@ -56,7 +66,7 @@ class Product(Block):  # type: ignore[misc]
         self, inputs: Any, adjoints: Any, variable: Any, idx: int, *_: Any
     ) -> Any:
         found = self.by(inputs, idx) * adjoints[0]
-        return found + 0.1 * np.roll(adjoints[0], -1) if self.square else found
+        return found + 0.1 * roll(adjoints[0], -1) if self.square else found
 
     def evaluate_tlm_component(self, inputs: Any, tangents: Any, *_: Any) -> Any:
         total = np.zeros(SIZE)
@@ -64,7 +74,7 @@ class Product(Block):  # type: ignore[misc]
             if tangent is not None:
                 total = total + self.by(inputs, idx) * plain(tangent)
                 if self.square:
-                    total = total + 0.1 * np.roll(plain(tangent), 1)
+                    total = total + 0.1 * roll(plain(tangent), 1)
         return total
 
     def evaluate_hessian_component(
@@ -88,13 +98,13 @@ class Energy(Block):  # type: ignore[misc]
         self.add_dependency(x)
 
     def recompute_component(self, inputs: Any, *_: Any) -> Any:
-        return AdjFloat(0.5 * float((plain(inputs[0]) ** 2).sum()))
+        return AdjFloat(0.5 * total(plain(inputs[0]) ** 2))
 
     def evaluate_adj_component(self, inputs: Any, adjoints: Any, *_: Any) -> Any:
         return float(adjoints[0]) * plain(inputs[0])
 
     def evaluate_tlm_component(self, inputs: Any, tangents: Any, *_: Any) -> Any:
-        return AdjFloat(float((plain(inputs[0]) * plain(tangents[0])).sum()))
+        return AdjFloat(total(plain(inputs[0]) * plain(tangents[0])))
 
     def evaluate_hessian_component(self, inputs: Any, seconds: Any, adjoints: Any, *_: Any) -> Any:
         tangent = plain(self.get_dependencies()[0].tlm_value)

@@ -109,6 +109,20 @@ def test_devito_keeps_ranks_in_step(ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("pyadjoint") is None, reason="needs pyadjoint")
+def test_tapes_of_pyadjoint_keep_ranks_in_step(tmp_path: Path) -> None:
+    """Values, gradients and Hessians, each rank with arrays of its own size, faults on one."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    done = launch(2, "-W", "ignore", HERE / "tape_worker.py", "answers", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("is exact") == 2
+    failed = launch(2, "-W", "ignore", HERE / "tape_worker.py", "fails", tmp_path)
+    assert failed.returncode != 0
+    assert "rank 1 of 2 raised multistage.errors.StateError: state 6 has" in failed.stderr
+
+
+@pytest.mark.long
 def test_the_dropin_must_know_which_ranks_share_the_steps(tmp_path: Path) -> None:
     exact = store_all(N).tobytes()
     for said, gradients in results(2, "unknown", tmp_path):

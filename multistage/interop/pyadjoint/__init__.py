@@ -13,13 +13,12 @@ a type whose arrays are not known     StateError: `register` it
 other than `n_steps` timesteps        ArgumentError
 blocks added after the first sweep    ArgumentError
 `tape.copy`, `tape.optimize`          ArgumentError
-several MPI ranks                     ArgumentError
+an error on one of several ranks      the end of all, as `MPIReversal` says
 ====================================  ====================================
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +41,8 @@ from ...report import Report
 from ...reversing.arguments import Arguments
 from ...reversing.sweeps import Sweeps
 from ...support.units import format_bytes
+from ..mpi import MPIReversal
+from ..ranks import Communicator, Ranks, shared_ranks, world_size
 from .states import Kind, State, TapeLayout, TapeStates, copied, register
 from .steps import Steps
 
@@ -62,6 +63,7 @@ def enable(
     history: int = 1,
     costs: Costs | None = None,
     progress: bool | None = None,
+    comm: Communicator | None = None,
 ) -> TapeReversal:
     """Let a tape keep its states within a memory limit, and on slow tiers.
 
@@ -85,6 +87,10 @@ def enable(
         taped.
     costs : Costs, optional
         Seconds and bytes of a timestep and its tiers; by default they are measured.
+    comm : mpi4py.MPI.Comm, optional
+        The ranks whose timesteps exchange data, such as `mesh.comm`: each has a tape, tapes the
+        same steps, of its part of the arrays, and calls the same.  `MPI.COMM_SELF` for a
+        rank that works alone in a program of several.
 
     Returns
     -------
@@ -123,8 +129,8 @@ def enable(
         isinstance(history, int) and history >= 1,
         f"history={history!r} must be a whole number >= 1",
     )
-    _require_alone()
-    found = TapeReversal(tape, n_steps, memory, tiers, planner, history, costs, progress)
+    words = {"memory": memory, "tiers": tiers, "planner": planner}
+    found = TapeReversal(tape, n_steps, words, history, costs, progress, _ranks(comm))
     tape._checkpoint_manager = tape._package_data["multistage"] = found
     tape.__class__ = TieredTape
     return found
@@ -136,14 +142,17 @@ def _require(condition: bool, message: str) -> None:
         raise ArgumentError(message)
 
 
-def _require_alone() -> None:
-    """Raise ArgumentError in a program of several ranks, which would have to agree."""
-    mpi: Any = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.Get_size() > 1:
-        raise ArgumentError(
-            "enable() is for one rank: the ranks of a program would not agree on their schedules; "
-            "use pyadjoint's own checkpointing, or MPIReversal"
-        )
+def _ranks(comm: Communicator | None) -> Ranks | None:
+    """Return the ranks that tape the same steps; None for one.  Raises ArgumentError."""
+    if comm is not None:
+        return shared_ranks(comm)
+    _require(
+        world_size() == 1,
+        f"MPI started {world_size()} ranks, each of which would follow a schedule of its own; give "
+        "comm=, the communicator of the ranks whose timesteps exchange data (MPI.COMM_SELF if none "
+        "do)",
+    )
+    return None
 
 
 class TapeReversal(TapePackageData):  # type: ignore[misc]
@@ -161,15 +170,14 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         self,
         tape: Tape,
         n_steps: int | None,
-        memory: Budget | int | str,
-        tiers: Tiers | None,
-        planner: str | Plan | Planner,
+        words: dict[str, Any],
         history: int,
         costs: Costs | None,
         progress: bool | None,
+        ranks: Ranks | None,
     ) -> None:
         self._tape, self._history, self._progress = tape, history, progress
-        self._words: dict[str, Any] = {"memory": memory, "tiers": tiers, "planner": planner}
+        self._words, self._ranks = words, ranks
         self._n = n_steps
         self._steps = Steps(tape, history)
         self._costs: dict[bool, Costs | None] = {False: costs, True: None}
@@ -182,13 +190,13 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         # Later:
         self._kinds: list[Kind] = []  # of the arrays of states without tangents
         self._layout: TapeLayout | None = None
-        self._run: Sweeps[State, object] | None = None
-        self._is_tangent = False  # of the run
+        self._run: Sweeps[State, object] | MPIReversal[State, object] | None = None
+        self._is_tangent = self._is_online = False  # of the run
         self._ready = False  # to be reversed
         self._blocks = 0
         self._seeds: dict[BlockVariable, object] = {}
         self._held: frozenset[BlockVariable] = frozenset()  # controls that steps make
-        self._arguments(costs)  # what breaks a rule is refused now
+        self._agreed(lambda: self._arguments(costs))  # what breaks a rule is refused now
         tape.latest_checkpoint = 0  # a variable is saved at its first use in each step
         tape.get_blocks().append_step()
 
@@ -218,7 +226,7 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         """Stop threads and remove files; a later derivative starts them again."""
         self._ready = False
         if self._run is not None:
-            self._run.end(keep=False)
+            self._run.let_go()
 
     # ------------------------------------------- called by pyadjoint, as its manager
 
@@ -322,14 +330,24 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """After an error in the first sweep the tape is of no use."""
+        """After an error in the first sweep the tape is of no use, nor are those of other ranks."""
         try:
             with stop_annotating():
                 yield
-        except BaseException:
+        except BaseException as error:
             self._broken = True
             self.close()
+            if self._ranks is not None and error is not self._ranks.shared:
+                self._ranks.abort(error)
             raise
+
+    def _agreed(self, work: Callable[[], object]) -> None:
+        """Do this rank's part of something; raise on all ranks what one of them raised."""
+
+        def done() -> None:
+            work()
+
+        done() if self._ranks is None else self._ranks.gather(done)
 
     def _pass(self, step: int, *, last: bool = False) -> None:
         """Push the states that are complete when a timestep has been taped."""
@@ -354,7 +372,8 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         self._kinds = list(kinds.elements())
         self._layout = TapeLayout.for_kinds(self._kinds)
         run = self._run = self._made(tangent=False)
-        until = None if self._n is not None else (lambda state, i: i == self._n)
+        self._is_online = self._n is None
+        until = (lambda state, i: i == self._n) if self._is_online else None
         run.begin(State(0, {}, {}), until)
         for state in self._waiting:
             run.push(state)
@@ -385,17 +404,15 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
                 self._begin()
             assert self._run is not None
             self._run.push(State(steps, {}, {}))
+            self._agreed(self._require_room)
         self._ready = True
-        self._require_room()
 
     def _require_room(self) -> None:
         """Raise BudgetError if more stays in memory than the limit has room for states."""
-        assert self._run is not None and self._layout is not None
-        resident = self._steps.resident_bytes()
-        room = self._run.given.budget.slots_for(self._layout.nbytes) * self._layout.nbytes
+        assert self._layout is not None
+        resident, size = self._steps.resident_bytes(), self._layout.nbytes
+        room = Budget.parse(self._words["memory"]).slots_for(size) * size
         if resident > room:
-            self._broken = True
-            self.close()
             raise BudgetError(
                 f"{format_bytes(resident)} of what timesteps have made is read more than "
                 f"history={self._history} steps later and stays in memory, which is more than the "
@@ -408,13 +425,29 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         states = None if self._layout is None else TapeStates(self._layout)
         return Arguments.of(self._steps, None, self._n, states=states, costs=costs, **self._words)
 
-    def _made(self, *, tangent: bool) -> Sweeps[State, object]:
+    def _made(self, *, tangent: bool) -> Sweeps[State, object] | MPIReversal[State, object]:
         """Return what runs sweeps, with tangents or without."""
         costs, known = self._costs[tangent], self._costs[False]
         if costs is None:
-            costs = self._measured() if known is None else _with_tangents(known)
+            costs = self._seen() if known is None else _with_tangents(known)
             self._costs[tangent] = costs
-        return Sweeps(self._arguments(costs), self._progress)
+        if self._ranks is None:
+            return Sweeps(self._arguments(costs), self._progress)
+        assert self._layout is not None
+        return MPIReversal(
+            self._steps,
+            n_steps=self._n,
+            comm=self._ranks,
+            costs=costs,
+            progress=self._progress,
+            states=TapeStates(self._layout),
+            **self._words,
+        )
+
+    def _seen(self) -> Costs:
+        """Return what `_measured` does; raise on all ranks what it raised on one of them."""
+        ranks = self._ranks
+        return self._measured() if ranks is None else ranks.gather(self._measured)[ranks.rank]
 
     def _measured(self) -> Costs:
         """Return the costs of a timestep as the first ones show them, those of tiers measured."""
@@ -433,9 +466,9 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         self._ready = False
         run = self._run
         assert run is not None and self._layout is not None
-        if run.given.n_steps is None or tangent != self._is_tangent:
-            run.end(keep=False)
-            self._is_tangent = tangent
+        if self._is_online or tangent != self._is_tangent:
+            run.let_go()
+            self._is_tangent, self._is_online = tangent, False
             self._layout = TapeLayout.for_kinds(self._kinds * (1 + tangent))
             run = self._run = self._made(tangent=tangent)
         self._steps.tangent = tangent
@@ -452,8 +485,8 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         with stop_annotating():
             run.reverse(None)
         self._steps.begin_reverse()
-        if isinstance(run.steps.costs, Costs):
-            self._costs[self._is_tangent] = run.steps.costs
+        if isinstance(run.costs, Costs):
+            self._costs[self._is_tangent] = run.costs
 
     @contextmanager
     def _marked(self, controls: Iterable[BlockVariable]) -> Iterator[None]:

@@ -7,13 +7,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from ...actions import Schedule
-from ...backends.base import Store
-from ...backends.urls import Tiers, open_store, tier_names
+from ...backends.urls import Tiers
 from ...errors import ArgumentError
 from ...model.budget import Budget
 from ...model.costs import NOT_KEPT, Costs
@@ -29,7 +28,7 @@ from ...report import Report
 from ...reversal import Reversal
 from ...support.values import whole
 from ..mpi import MPIReversal
-from ..ranks import Communicator, Ranks
+from ..ranks import Communicator, Ranks, shared_ranks, world_size
 from .compression import Compression, Params, init_compression
 from .operators import (
     Checkpoint,
@@ -168,7 +167,7 @@ class BaseRevolver:
         ranks = ranks_of(self.checkpoint, self._comm, decides=decides)
         make: Callable[..., Reversal[Checkpoint, None] | MPIReversal[Checkpoint, None]] = Reversal
         if ranks is not None:
-            make, tiers = partial(MPIReversal, comm=ranks), _only(tiers)
+            make = partial(MPIReversal, comm=ranks)
         made = make(
             self._chain,
             n_steps=self.n_timesteps,
@@ -263,17 +262,6 @@ class BaseRevolver:
         return self._first_plan()
 
 
-def _only(tiers: Tiers | None) -> Store | None:
-    """Return the only tier, if there is one: ranks agree on one.  Raises ArgumentError."""
-    names = tier_names(tiers)
-    if len(names) > 1:
-        raise ArgumentError(
-            f"{len(names)} slow tiers on several ranks; ranks agree on one, such as a cascade "
-            "'memory:8GiB > file:///scratch'"
-        )
-    return open_store(names[0]) if names else None
-
-
 def ranks_of(checkpoint: object, comm: Communicator | None, *, decides: bool) -> Ranks | None:
     """Return the ranks that run the same steps together; None if this process runs them alone.
 
@@ -291,19 +279,19 @@ def ranks_of(checkpoint: object, comm: Communicator | None, *, decides: bool) ->
     ArgumentError
         If it would, several ranks were started, and nothing tells whether they share the steps.
     """
-    mpi: Any = sys.modules.get("mpi4py.MPI")
     if comm is None:
-        if mpi is None or not mpi.Is_initialized() or mpi.COMM_WORLD.Get_size() == 1:
+        if world_size() == 1:
             return None
         known = devito_checkpoint()
         if known is not None and isinstance(checkpoint, known):
             devitos: Any = checkpoint
             comm = devitos.objects[0].grid.distributor.comm
+            mpi: Any = sys.modules["mpi4py.MPI"]
             if comm == mpi.COMM_NULL:  # Devito runs without MPI: each rank its own grid
                 return None
         elif decides:
             raise ArgumentError(
-                f"MPI started {mpi.COMM_WORLD.Get_size()} ranks, and with tiers or measured costs "
+                f"MPI started {world_size()} ranks, and with tiers or measured costs "
                 "each would run other steps than the others; give comm=, the communicator of the "
                 "ranks whose operators exchange data (MPI.COMM_SELF if none do), to the revolver "
                 "or to install()"
@@ -311,28 +299,7 @@ def ranks_of(checkpoint: object, comm: Communicator | None, *, decides: bool) ->
         else:
             return None
     assert comm is not None
-    return None if comm.Get_size() == 1 else _shared(comm)
-
-
-def _shared(comm: Any) -> Ranks:
-    """Return the ranks of a communicator, one duplicate of it for all revolvers.
-
-    Freeing one is collective, and revolvers are dropped when the interpreter collects them,
-    at other moments on every rank.  It is kept with the communicator, whose handle may be
-    another's once it is freed.
-    """
-    found = comm.Get_attr(_key())
-    if found is None:
-        found = Ranks(comm)
-        comm.Set_attr(_key(), found)
-    assert isinstance(found, Ranks)
-    return found
-
-
-@cache
-def _key() -> Any:
-    mpi: Any = sys.modules["mpi4py.MPI"]
-    return mpi.Comm.Create_keyval()
+    return shared_ranks(comm)
 
 
 class SingleLevelRevolver(BaseRevolver):

@@ -1,0 +1,101 @@
+"""What one rank does with a tape: `mpiexec -n 2 python tape_worker.py CASE FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tapes
+
+from multistage.backends import FileStore
+from multistage.backends.testing import FaultyStore
+from multistage.errors import CheckpointWarning, MultistageError
+from multistage.interop.pyadjoint import enable
+from multistage.model.costs import Costs
+from multistage.model.tier import Tier
+
+N = 12
+COSTS = Costs(1e-3, 2e-3, tiers=(Tier("slow", 1e-3, 1e-3),), state_bytes=64)
+
+
+def ring(comm: Any) -> None:
+    """Let the arrays of all ranks be one ring."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+
+    def roll(values: Any, by: int) -> Any:
+        to, source = (rank + by) % size, (rank - by) % size
+        end, here = (-1, 0) if by == 1 else (0, -1)
+        rolled = np.roll(values, by)
+        rolled[here] = comm.sendrecv(values[end], dest=to, source=source)
+        return rolled
+
+    tapes.roll = roll
+    tapes.total = lambda values: float(comm.allreduce(float(values.sum())))
+    # Each rank has another part, and one of another size.
+    tapes.SIZE += rank
+
+
+def told(work: Any) -> str:
+    """Return what an error says that all ranks raise."""
+    try:
+        work()
+    except MultistageError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def uneven(steps: Any) -> Any:
+    """In step 5 the arrays of one rank become larger."""
+    u = m = tapes.wave(0)
+    for i in steps:
+        if i == 5 and tapes.SIZE > 40:
+            tapes.SIZE += 1
+            u = tapes.wave(0)
+        u = tapes.stepped(u)
+    return tapes.run(tapes.Energy(u)), [m]
+
+
+def main(case: str, folder: Path) -> None:
+    from mpi4py import MPI
+
+    comm: Any = MPI.COMM_WORLD
+    rank, last = comm.Get_rank(), comm.Get_rank() == comm.Get_size() - 1
+    ring(comm)
+    if case == "fails":
+        tapes.reduced(uneven, N, partial(enable, memory="4 slots", costs=COSTS, comm=comm))
+    warnings.simplefilter("ignore", CheckpointWarning)
+    for built in ("overwritten", "leapfrog", "source_in_each_step"):
+        alone, _ = tapes.reduced(tapes.BUILT[built], N)
+        expected = tapes.answers(alone)
+        for known, faults in ((True, {}), (False, {"lose_write": {0, 3}, "lose_read": {1, 4}})):
+            store = FaultyStore(FileStore(folder / str(rank)), **(faults if last else {}))
+            enabled = partial(
+                enable,
+                memory="4 slots",
+                tiers=store,
+                n_steps=N if known else None,
+                costs=COSTS if known else None,  # else each rank measures others
+                comm=comm,
+            )
+            ours, run = tapes.reduced(tapes.BUILT[built], N, enabled)
+            assert tapes.answers(ours) == expected, (built, known, rank)
+            counts = run.report().counts
+            every = comm.allgather((counts.forward_steps, counts.writes, counts.reads, counts.lost))
+            assert len(set(every)) == 1, f"{built}: {every}"
+            assert not faults or every[0][-1] > 0, f"{built}: nothing was lost"
+            run.close()
+
+    tape = tapes.pyadjoint.Tape()
+    said = told(lambda: enable(tape, memory="4 slots"))
+    assert f"MPI started {comm.Get_size()} ranks" in said and "give comm=" in said, said
+    said = told(lambda: enable(tape, memory="0 slots" if last else "4 slots", comm=comm))
+    assert said.startswith(f"BudgetError: rank {comm.Get_size() - 1}: "), said
+    sys.stdout.write("is exact\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
