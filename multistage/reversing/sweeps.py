@@ -12,11 +12,8 @@ from ..errors import ArgumentError, StateError, StoreError
 from ..execute.executor import Executor, without_frames
 from ..execute.ledger import Counts
 from ..execute.metered import LargerThanPlanned
-<<<<<<< HEAD
 from ..model.chain import Chain
-=======
 from ..model.costs import Costs
->>>>>>> 886bccb (Let ranks of an MPI program share a tape of pyadjoint)
 from ..model.stages import StageCosts
 from ..planners import Plan
 from ..report import Report, TierUse
