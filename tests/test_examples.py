@@ -16,12 +16,14 @@ EXAMPLES = ROOT / "examples"
 NEEDS = {  # the packages an example takes beside NumPy
     "automaton": ["torch"],
     "devito_fwi": ["devito"],
+    "fwi_acoustic": ["scipy"],
     "inner_loop": ["torch"],
     "lstm_ddp": ["torch"],
     "shots_dask": ["distributed"],
     "transformer": ["torch"],
     "wave_mpi": ["mpi4py"],
 }
+SLOW = NEEDS.keys() - {"fwi_acoustic"}  # by what they import
 # Run by tests/interop/test_mpi.py, which has an mpiexec to run it under.
 ELSEWHERE = {"wave_mpi"}
 EQUAL = re.compile(r"equals? .*bit for bit|equal to the last bit|equals that of one rank: True")
@@ -43,7 +45,7 @@ def run(name: str, *options: str, tmp_path: Path) -> subprocess.CompletedProcess
 def names() -> list[object]:
     every = sorted(path.stem for path in EXAMPLES.glob("*.py"))
     return [
-        pytest.param(name, marks=[pytest.mark.long] if name in NEEDS else [])
+        pytest.param(name, marks=[pytest.mark.long] if name in SLOW else [])
         for name in every
         if name not in ELSEWHERE
     ]
