@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 58_106,
+    "package_lines": 58_136,
     "classes": 458,
-    "functions": 3625,
+    "functions": 3631,
     "files_under_60": 4,
-    "import_lines": 3304,
+    "import_lines": 3305,
     "twins": 0,
-    "test_lines": 52_070,
+    "test_lines": 52_197,
 }
 
 

@@ -256,8 +256,7 @@ class MPIReversal(Generic[State, Adjoint]):
         self._on_error = on_error
         self._begin(checked_here)
         self._durable: DurableRun | None = None
-        names = tier_names(tiers)
-        own = open_store(names[0]) if names else None
+        own = next(map(open_store, tier_names(tiers)), None)
         if durable is not None:
             self._durable = DurableRun(durable, durable_every_s, durable_label, peers=ranks)
             own = self._durable.store

@@ -129,8 +129,8 @@ def enable(
         isinstance(history, int) and history >= 1,
         f"history={history!r} must be a whole number >= 1",
     )
-    words = {"memory": memory, "tiers": tiers, "planner": planner}
-    found = TapeReversal(tape, n_steps, words, history, costs, progress, _ranks(comm))
+    ranks = _ranks(comm)
+    found = TapeReversal(tape, n_steps, memory, tiers, planner, history, costs, progress, ranks)
     tape._checkpoint_manager = tape._package_data["multistage"] = found
     tape.__class__ = TieredTape
     return found
@@ -170,14 +170,17 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         self,
         tape: Tape,
         n_steps: int | None,
-        words: dict[str, Any],
+        memory: Budget | int | str,
+        tiers: Tiers | None,
+        planner: str | Plan | Planner,
         history: int,
         costs: Costs | None,
         progress: bool | None,
         ranks: Ranks | None,
     ) -> None:
         self._tape, self._history, self._progress = tape, history, progress
-        self._words, self._ranks = words, ranks
+        self._words: dict[str, Any] = {"memory": memory, "tiers": tiers, "planner": planner}
+        self._ranks = ranks
         self._n = n_steps
         self._steps = Steps(tape, history)
         self._costs: dict[bool, Costs | None] = {False: costs, True: None}
