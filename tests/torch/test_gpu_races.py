@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 import multistage.torch as mst
-from multistage.backends import FileStore, Store
+from multistage.backends import CheckpointLost, FileStore, Store
 from multistage.errors import StateError
 from multistage.states.layout import Layout
 from multistage.torch.tensors.streams import CudaStreams, Event, Lane
+from multistage.torch.tiers.lane import TierLane
 from multistage.torch.tiers.pinned import PinnedCascade, PinnedStore
 
 pytestmark = [
@@ -170,6 +171,37 @@ def test_a_missing_wait_shows(ignored: tuple[str, str], slow: tuple[str, ...]) -
 def test_memory_released_too_early_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "PinnedStore", Forgetful)
     assert any(_wrong(24, ("out",), seed, chance=1.0) for seed in range(20))
+
+
+class Losing(PinnedStore):
+    """Has lost the state of a key."""
+
+    lost = -1
+
+    def get(self, key: int) -> list[Tensor]:
+        if key == self.lost:
+            raise CheckpointLost("lost")
+        return super().get(key)
+
+
+@pytest.mark.parametrize("lost", [-1, 1])
+def test_memory_that_a_record_came_back_to_unawaited_is_the_next_users_alone(lost: int) -> None:
+    """The lane's copies ran after the record had ended, into memory that others had by then."""
+    store = Losing(None, DEVICE, BusyStreams(("in",), 1.0, 0, None))
+    store.lost = lost
+    lane = TierLane(store.as_store(), DEVICE, BYTES // 2 // 64 * 64)
+    try:
+        sent = lane.write([_content(0)])
+        assert lane.wait(sent)
+        target = torch.empty(BYTES, dtype=torch.uint8, device=DEVICE)
+        back = lane.fetch(sent, [target])
+        assert back.done.wait(60) and bool(back.error) == (lost > 0)
+        del target
+        taken = torch.empty(BYTES, dtype=torch.uint8, device=DEVICE).fill_(7)
+        torch.cuda.synchronize()
+        assert bool((taken == 7).all())
+    finally:
+        lane.close()
 
 
 def test_the_timeline_has_the_copies_themselves() -> None:

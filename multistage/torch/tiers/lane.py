@@ -59,7 +59,6 @@ class Transfer:
     keys: range = range(0)  # of its pages in the store
     lost: str = ""  # why
     ready: torch.Event | None = None  # on CUDA: after what was computed before
-    arrived: torch.Event | None = None  # on CUDA: after the last copy
     seconds: float = 0.0
     awaited: bool = False
     cancelled: bool = False
@@ -238,7 +237,7 @@ class TierLane:
         if self._birth.foreign:
             raise forked(f"tier {self._store.name!r}")
         if self._stream is not None:
-            transfer.ready = torch.cuda.Event()
+            transfer.ready = torch.cuda.Event(blocking=True)
             transfer.ready.record(torch.cuda.current_stream(self._stream.device))
         transfer.queued_s = time.perf_counter()
         with self._beginning:  # nothing is queued behind the end
@@ -258,9 +257,6 @@ class TierLane:
                 if not self.is_alive and not transfer.done.is_set():
                     transfer.lose(_CLOSED)
                     break
-        if transfer.arrived is not None:
-            assert self._stream is not None
-            torch.cuda.current_stream(self._stream.device).wait_event(transfer.arrived)
         transfer.awaited = not transfer.error
         return transfer.awaited
 
@@ -332,16 +328,12 @@ class TierLane:
         began = time.perf_counter()
         try:
             if transfer.ready is not None:
-                assert self._stream is not None
-                self._stream.wait_event(transfer.ready)
+                transfer.ready.synchronize()
+                began = time.perf_counter()
             if transfer.is_write:
                 self._write(transfer)
             elif not transfer.error:
-                record = transfer.record
-                self._pager.read(record.keys, record.lengths, transfer.lines)
-                if self._stream is not None:
-                    transfer.arrived = torch.cuda.Event()
-                    transfer.arrived.record(self._stream)
+                self._read(transfer)
         except Exception as error:  # whatever a store raises: the record is computed again
             transfer.lose(str(error) or type(error).__name__)
         finally:
@@ -355,6 +347,18 @@ class TierLane:
                 self.written.add(nbytes, transfer.seconds)
             transfer.end()
             self._current = None
+
+    def _read(self, transfer: Transfer) -> None:
+        record = transfer.record
+        try:
+            self._pager.read(record.keys, record.lengths, transfer.lines)
+        finally:
+            # The lines may be freed once it has ended, awaited or not, and the allocator knows of
+            # no stream at them but the computing one.
+            if self._stream is not None:
+                filled = torch.cuda.Event(blocking=True)
+                filled.record(self._stream)
+                filled.synchronize()
 
     def _write(self, transfer: Transfer) -> None:
         lines = [line for line in transfer.lines if line is not None]
