@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 58_136,
+    "package_lines": 58_140,
     "classes": 458,
-    "functions": 3631,
+    "functions": 3632,
     "files_under_60": 4,
     "import_lines": 3305,
     "twins": 0,
-    "test_lines": 52_197,
+    "test_lines": 52_229,
 }
 
 
