@@ -78,6 +78,11 @@ CATALOG: tuple[Entry, ...] = (
         expected_s=110,
     ),
     Entry(
+        "striped_store",
+        "A tier striped over two paths, beside each of them",
+        expected_s=60,
+    ),
+    Entry(
         "unequal_steps",
         "Steps of unequal cost and states of unequal size, NumPy",
         expected_s=45,

@@ -12,7 +12,8 @@ import re
 
 # Options of a tier that are never secret; the values of all others are.
 OPTIONS = frozenset(
-    {"engine", "capacity", "buffers", "queue", "connections", "compress", "tolerance", "endpoint"}
+    {"engine", "capacity", "buffers", "queue", "share", "connections"}
+    | {"compress", "tolerance", "endpoint"}
 )
 # Each looks ahead a bounded way, so that text of any kind takes time in proportion to its length.
 _SCHEME = re.compile(r"(?i)\b(?!file:///)[a-z][a-z0-9+.-]{0,99}(?:://|%3a%2f%2f)")

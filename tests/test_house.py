@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 58_140,
-    "classes": 458,
-    "functions": 3632,
+    "package_lines": 58_734,
+    "classes": 461,
+    "functions": 3671,
     "files_under_60": 4,
-    "import_lines": 3305,
+    "import_lines": 3326,
     "twins": 0,
-    "test_lines": 52_229,
+    "test_lines": 52_631,
 }
 
 

@@ -11,5 +11,6 @@ from .files import FileStore as FileStore
 from .memory import MemoryStore as MemoryStore
 from .memory import NumaStore as NumaStore
 from .remote import RemoteStore as RemoteStore
+from .striped import StripedStore as StripedStore
 from .urls import open_store as open_store
 from .wrapper import WrapperStore as WrapperStore

@@ -184,6 +184,14 @@ class Store(Protocol):
         """Return how many such states it can hold, None if unbounded."""
         ...
 
+    @property
+    def share(self) -> int:
+        """How many divide its bandwidth while plans are run; 1 when it is measured.
+
+        Costs that are measured count on this part of the rates.
+        """
+        ...
+
     # Its life.
 
     def open(self, layout: Layout) -> None:
@@ -331,6 +339,7 @@ class BaseStore:
     capacity_bytes: int | None = None
     exact: bool = True
     engine: str = ""
+    share: int = 1
 
     @property
     def levels(self) -> Sequence[Store]:

@@ -95,7 +95,7 @@ class CompressedStore(StreamedStore):
             # zfp needs arrays, not pieces of them.
             chunk_bytes=1 << 62 if scheme == "zfp" else store._chunk_bytes,
         )
-        self.store = store
+        self.store, self.share = store, store.share
         self.scheme = scheme
         self.tolerance = tolerance
         self.exact = scheme != "zfp"
@@ -167,10 +167,8 @@ class CompressedStore(StreamedStore):
 
 
 def compressions(store: Store) -> list[CompressedStore]:
-    """Return the stores in `store` that compress: itself, or levels of a cascade."""
-    if isinstance(store, CompressedStore):
-        return [store]
-    return [found for level in store.levels for found in compressions(level)]
+    """Return the stores in `store` that compress: itself, or those that it is built on."""
+    return [part for part in store.parts() if isinstance(part, CompressedStore)]
 
 
 class _Codec(Protocol):

@@ -268,12 +268,12 @@ class PlainStream:
 
     # ------------------------------------------------------------------- reads
 
-    def prefetch(self, key: int) -> None:
+    def prefetch(self, key: int, into: Array | None = None) -> None:
         """Queue a read of `key`, behind its write."""
         record = self._records.get(key)
         if record is None or record.read is not None:
             return
-        read = _Read(record, self._pool.take(record.nbytes))
+        read = _Read(record, self._pool.take(record.nbytes) if into is None else into)
         self._reads.put(read)  # first: whatever is noted ends
         self._reading.append(read)
         record.read = read

@@ -306,9 +306,9 @@ class StreamedStore(BaseStore):
         """Whether a `put` with `block` would wait now."""
         return self._opened().waits()
 
-    def prefetch(self, key: int) -> None:
-        """Queue a read of `key`, behind its write if that is still in flight."""
-        self._opened().prefetch(key)
+    def prefetch(self, key: int, into: Array | None = None) -> None:
+        """Queue a read of `key`, behind its write; a large one may land in given whole pages."""
+        self._opened().prefetch(key, into)
 
     def get(self, key: int) -> list[Array]:
         """Block until the read of `key` is done; return its arrays.  Raises CheckpointLost."""
@@ -554,14 +554,14 @@ class Stream:
 
     # ------------------------------------------------------------------- reads
 
-    def prefetch(self, key: int) -> None:
+    def prefetch(self, key: int, into: Array | None = None) -> None:
         """Queue a read of the extent of `key`, and of the one below it."""
         if self._count > 1:
             self._ahead(self._handle, key)
         elif self._held.ms_stream_arrived(self._handle, key) == _MEMORY:
-            self._read(key)
+            self._read(key, into)
 
-    def _read(self, key: int) -> None:
+    def _read(self, key: int, into: Array | None = None) -> None:
         """Queue the read of a large state, which was not read yet."""
         if key not in self._landings:  # or Ctrl-C came before it was queued
             nbytes = self._layout.nbytes
@@ -569,7 +569,7 @@ class Stream:
                 sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in self._shapes[key]]
                 _, nbytes = places(sizes)
             number, self._next = self._next, self._next + 1
-            self._landings[key] = number, self._pool.take(max(1, nbytes))
+            self._landings[key] = number, self._pool.take(max(1, nbytes)) if into is None else into
         number, landing = self._landings[key]
         self._held.ms_stream_read(self._handle, key, number, landing.ctypes.data)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, TypedDict, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -17,6 +18,7 @@ from .files import FileStore, available_engines
 from .memory import MemoryStore, NumaStore
 from .remote import RemoteStore
 from .streamed import StreamedStore
+from .striped import StripedStore
 
 
 def told(tier: str) -> str:
@@ -103,7 +105,8 @@ class TierUrl:
 _KNOWN = (
     "file:///folder?engine=auto&capacity=10GiB&buffers=8MiB, memory:?capacity=1GiB, "
     "numa:1?capacity=1GiB, s3://bucket/prefix?endpoint=URL&connections=8, fsspec:URL, "
-    "or two of them, the upper with a capacity, as in 'file:///folder?capacity=10GiB > s3://bucket'"
+    "two of them, the upper with a capacity, as in 'file:///folder?capacity=10GiB > s3://bucket', "
+    "or two that work as one, as in 'file:///nvme0 + file:///nvme1'"
 )
 # The object stores that are called by their own names; all else through `fsspec:`.
 _REMOTE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "fsspec")
@@ -148,10 +151,12 @@ def open_store(tier: TierName) -> Store:
         `queue`; `memory:` or `memory:1GiB`, with the same sizes; `numa:1`, the
         memory of that node, with the same options; `s3://bucket/prefix` (also
         gs, gcs, az, abfs) or `fsspec:` and any URL of fsspec's, with
-        `connections` and, for s3, `endpoint` besides.  Each takes
+        `connections` and, for s3, `endpoint` besides.  Each takes `share=8`, how many divide a
+        bandwidth that this program measures alone, and
         `compress=blosc`, `compress=auto`, or `compress=zfp` with its bound
-        `tolerance=1e-6`, which makes the adjoint inexact.  Or `UPPER > LOWER`, a
-        cascade of two or more of these.  A `>` in a path is written %3E, a `#` %23.
+        `tolerance=1e-6`, which makes the adjoint inexact.  Or `ONE + OTHER`, with spaces: two
+        or more that states are striped over.  Or `UPPER > LOWER`, a cascade of two or more of all
+        these.  A `>` in a path is written %3E, a `+` between spaces %2B, a `#` %23.
 
     Raises
     ------
@@ -164,6 +169,8 @@ def open_store(tier: TierName) -> Store:
     67108864
     >>> open_store("memory:64MiB > file:///scratch?capacity=10GiB").name
     'memory>file'
+    >>> open_store("file:///nvme0 + file:///nvme1").name
+    'file+file'
     """
     if isinstance(tier, os.PathLike):
         return FileStore(os.fsdecode(tier))
@@ -176,9 +183,7 @@ def open_store(tier: TierName) -> Store:
                 "class from multistage.backends.BaseStore, which answers for simple stores"
             )
         return tier
-    if ">" in tier:
-        return _cascade(tier)
-    return _store(tier)
+    return _cascade(tier)
 
 
 def engines_of(tier: TierName) -> list[TierName]:
@@ -192,7 +197,7 @@ def engines_of(tier: TierName) -> list[TierName]:
     engines = available_engines()
     if isinstance(tier, os.PathLike):
         return [FileStore(os.fsdecode(tier), engine) for engine in engines]
-    if isinstance(tier, str) and ">" not in tier and isinstance(open_store(tier), FileStore):
+    if isinstance(tier, str) and isinstance(open_store(tier), FileStore):
         options = [option for option in tier.partition("?")[2].split("&") if option]
         if not any(option.startswith("engine=") for option in options):
             base = tier.partition("?")[0]
@@ -201,14 +206,28 @@ def engines_of(tier: TierName) -> list[TierName]:
 
 
 def _cascade(tier: str) -> Store:
-    names = [name.strip() for name in tier.split(">")]
-    if not all(names):
-        raise ArgumentError(f"tier {told(tier)} must name a tier on both sides of '>'")
-    *upper, lower = [_store(name) for name in names]
+    *upper, lower = [_striped(name) for name in _sides(tier, ">", r">")]
     found: Store = lower
     for level in reversed(upper):
         found = CascadeStore(level, found)
     return found
+
+
+def _striped(tier: str) -> Store:
+    names = _sides(tier, "+", r"\s\+(?=\s|$)|^\+(?=\s)")
+    if len(names) == 1:
+        return _store(tier)
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ArgumentError(f"tier {told(tier)} names {told(twice)} twice; name two devices")
+    return StripedStore(*map(_store, names))
+
+
+def _sides(tier: str, sign: str, pattern: str) -> list[str]:
+    """Return the tiers on the sides of a sign."""
+    names = [name.strip() for name in re.split(pattern, tier)]
+    if len(names) > 1 and not all(names):
+        raise ArgumentError(f"tier {told(tier)} must name a tier on both sides of '{sign}'")
+    return names
 
 
 def _store(tier: str) -> StreamedStore:
@@ -229,6 +248,11 @@ def _store(tier: str) -> StreamedStore:
     if url.scheme not in _MAKERS:
         raise ArgumentError(f"tier {url.shown} is not known; write {_KNOWN}")
     store = _MAKERS[url.scheme](url, options)
+    share = url.number("share")
+    if share is not None:
+        if not share:
+            raise ArgumentError(f"tier {url.shown}: share=0 must be at least 1, who uses it")
+        store.share = share
     compress, tolerance = url.option("compress"), url.option("tolerance")
     if name := url.left():
         raise ArgumentError(f"tier {url.shown} has unknown option {name!r}; {_KNOWN}")

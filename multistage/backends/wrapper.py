@@ -70,6 +70,11 @@ class WrapperStore:
         return self._inner.engine
 
     @property
+    def share(self) -> int:
+        """How many divide the inner store's bandwidth."""
+        return self._inner.share
+
+    @property
     def levels(self) -> Sequence[Store]:
         """None: a level by itself lacks what the wrapper does."""
         return ()

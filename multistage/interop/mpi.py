@@ -110,7 +110,7 @@ class _Agreed:
 
     def __init__(self, ranks: Ranks, *, tiered: bool) -> None:
         self._ranks, self._tiered = ranks, tiered
-        self.most = ranks.most
+        self.most, self.size = ranks.most, ranks.size
         self.costs: Costs | None = None
         self.plan: Plan | None = None
 
@@ -641,9 +641,17 @@ class MPIReversal(Generic[State, Adjoint]):
             if store is None:
                 return costs
             left_s, sweep_s = _PROBE_S - share, most * costs.forward_step_s
-            tier = probe_store(store, layout, seconds=left_s, most=most, sweep_s=sweep_s)
+            tier = probe_store(
+                store,
+                layout,
+                seconds=left_s,
+                most=most,
+                sweep_s=sweep_s,
+                at_once=self._ranks.size,
+            )
             return with_driver(replace(costs, tiers=(tier,)), layout)
 
+        self._ranks.most(0.0)  # all ranks measure at once, as they will use their tiers
         self._agreed.slowest(mine)
 
     def _require_forward(self) -> None:

@@ -36,6 +36,7 @@ def choose_compression(
     arrays: Sequence[Array],
     n_steps: int,
     predict: Callable[[Costs], float],
+    at_once: int = 1,
 ) -> Costs:
     """Settle what the stores with `compress=auto` do; return the costs with their tiers.
 
@@ -50,6 +51,8 @@ def choose_compression(
     n_steps : int
     predict : callable
         The makespan, in seconds, that is planned for some costs.
+    at_once : int
+        As `probe_store` takes it.
     """
     sweep_s = n_steps * costs.forward_step_s
     for number, store in enumerate(stores):
@@ -63,6 +66,7 @@ def choose_compression(
                 most=n_steps,
                 arrays=arrays,
                 sweep_s=sweep_s,
+                at_once=at_once,
             )
             lost_s = _lost_per_write(store, layout, arrays)
             return replace(

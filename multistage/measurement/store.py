@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,6 +39,7 @@ def probe_store(
     most: int = 100_000,
     arrays: Sequence[object] | None = None,
     sweep_s: float = math.inf,
+    at_once: int = 1,
 ) -> Tier:
     """Measure one store for states of `layout`, by itself; it is opened and closed.
 
@@ -55,17 +57,20 @@ def probe_store(
         costs below, but no more than its share of a sweep that fills the level
         above.  Either is what one level achieves by itself; both together do
         better, so a cascade is never promised more than it holds.
+    at_once : int
+        How many measure at this moment, who divide the bandwidth already: ranks of a program.
 
     Returns
     -------
     Tier
-        Seconds per state; the overheads are the seconds spent inside the calls.
+        Seconds per state, of the part that `store.share` leaves; the overheads are the seconds
+        spent inside the calls.
     """
     if arrays is None:
         record = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
         arrays = layout.views(record)
     if store.levels:
-        return _probe_levels(store, layout, seconds, most, arrays, sweep_s)
+        return _probe_levels(store, layout, seconds, most, arrays, sweep_s, at_once)
     with Opened(lambda: store.open(layout), store.close):
         count = max(1, min(most, 4096, int(256e6 / layout.nbytes) + 1))
         capacity = store.capacity_states(layout)
@@ -73,7 +78,7 @@ def probe_store(
             count = max(1, min(count, capacity))
         write_s, put_s, written = _write(store, arrays, count, seconds / 2)
         read_s, got_s = _read(store, written, seconds / 2)
-    return Tier(
+    tier = Tier(
         name=store.name,
         write_s=write_s,
         read_s=read_s,
@@ -82,6 +87,7 @@ def probe_store(
         capacity_states=capacity,
         queue_depth=store.queue_depth,
     )
+    return tier.slower(max(1.0, store.share / at_once))
 
 
 def _probe_levels(
@@ -91,13 +97,14 @@ def _probe_levels(
     most: int,
     arrays: Sequence[object],
     sweep_s: float,
+    at_once: int,
 ) -> Tier:
     with Opened(lambda: store.open(layout), store.close):
         pass  # it refuses what its upper level has no room for, which a level by itself may take
-    upper, lower = (
-        probe_store(level, layout, seconds=seconds / 2, most=most, arrays=arrays, sweep_s=sweep_s)
-        for level in store.levels
+    probe = partial(
+        probe_store, layout=layout, seconds=seconds / 2, most=most, arrays=arrays, at_once=at_once
     )
+    upper, lower = (probe(level, sweep_s=sweep_s) for level in store.levels)
     share_s = sweep_s / max(1, upper.capacity_states or 0)
     return Tier(
         name=store.name,

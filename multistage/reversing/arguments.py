@@ -39,7 +39,14 @@ class Agreement(Protocol):
     """What the ranks of an MPI program agree on in a sweep whose first steps are timed.
 
     Every method is called by all ranks.
+
+    Attributes
+    ----------
+    size : int
+        How many ranks there are.
     """
+
+    size: int
 
     def most(self, value: float, /) -> float:
         """Return the largest of all ranks' values."""

@@ -242,7 +242,11 @@ class Uniform(Generic[State, Adjoint]):
         measured = partial(self._with_tiers, costs, executor.live, reached, layout)
         if given.durable is None:
             self._opened.close_stores()
-        self.costs = measured() if given.agreement is None else given.agreement.slowest(measured)
+        if given.agreement is None:
+            self.costs = measured()
+        else:
+            given.agreement.most(0.0)  # all ranks measure at once, as they will use their tiers
+            self.costs = given.agreement.slowest(measured)
         self._opened.open(given.stores, layout)
         self._first = None
         executor.go_on(self._bars.watch(chain, step_s), self.costs.tape_slots)
@@ -256,12 +260,21 @@ class Uniform(Generic[State, Adjoint]):
         if any(map(compressions, given.probed)):
             arrays = sample(state, step, given.states.slots(layout), layout)
         seconds, sweep_s = _PROBE_S / (2 + len(given.probed)), n * costs.forward_step_s
+        at_once = 1 if given.agreement is None else given.agreement.size
         probed = partial(
-            probe_store, layout=layout, seconds=seconds, most=n, arrays=arrays, sweep_s=sweep_s
+            probe_store,
+            layout=layout,
+            seconds=seconds,
+            most=n,
+            arrays=arrays,
+            sweep_s=sweep_s,
+            at_once=at_once,
         )
         costs = with_driver(replace(costs, tiers=tuple(map(probed, given.probed))), layout)
         if arrays is not None:
-            costs = choose_compression(costs, given.probed, layout, arrays, n, self._predicted)
+            costs = choose_compression(
+                costs, given.probed, layout, arrays, n, self._predicted, at_once
+            )
         return costs
 
     def _made_schedule(self, is_last: Callable[[int], bool] | None) -> Schedule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -166,6 +167,12 @@ class Layout:
         layout = cls.of(np.broadcast_to(np.uint8(0), (nbytes,)))
         layout.varied = True
         return layout
+
+    def parted(self) -> Layout:
+        """Return the layout of parts of such states, each of arrays of its own."""
+        found = copy.copy(self)
+        found.varied = True
+        return found
 
     def at(self, step: int) -> Layout:
         """Return the layout of a state: of equal ones, this."""

@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multistage.backends import CascadeStore, CheckpointLost, FileStore, MemoryStore, Store
+from multistage.backends import (
+    CascadeStore,
+    CheckpointLost,
+    FileStore,
+    MemoryStore,
+    Store,
+    StripedStore,
+)
 from multistage.backends.base import require_distinct
 from multistage.backends.files import available_engines
 from multistage.backends.medium import Ram
@@ -49,6 +56,16 @@ STORES: dict[str, Callable[[Path], Store]] = {
         MemoryStore(6 << 20),
         CascadeStore(FileStore(folder, "direct", capacity_bytes=11 << 20), MemoryStore()),
     ),
+    "striped": lambda folder: StripedStore(FileStore(folder), MemoryStore()),
+    "striped, bounded": lambda folder: StripedStore(
+        FileStore(folder, capacity_bytes=9 << 20, buffer_bytes=100 << 10),
+        MemoryStore(15 << 20, buffer_bytes=100 << 10),
+    ),
+    "striped, under": lambda folder: CascadeStore(
+        MemoryStore(8 << 20),
+        StripedStore(MemoryStore(), FaultyStore(MemoryStore()), FileStore(folder, "aiofiles")),
+    ),
+    "striped, plain": lambda folder: StripedStore(MemoryStore(12 << 20), MemoryStore(12 << 20)),
     "wrapped": lambda folder: FaultyStore(MemoryStore(24 << 20)),
     "plain": lambda folder: MemoryStore(24 << 20),
     "plain, direct": lambda folder: FileStore(folder, "direct", queue_depth=4),
@@ -64,6 +81,8 @@ STORES: dict[str, Callable[[Path], Store]] = {
         "direct",
         "aiofiles",
         "cascade, bounded",
+        "striped",
+        "striped, bounded",
         "wrapped",
         "plain",
         "plain, direct",

@@ -23,6 +23,7 @@ from multistage.backends import (
     CompressedStore,
     FileStore,
     MemoryStore,
+    StripedStore,
 )
 from multistage.backends.arena import _came_back
 from multistage.backends.direct import DirectFile
@@ -35,7 +36,7 @@ from multistage.states.layout import Layout
 
 _PACKAGE = Path(multistage.__file__).parent
 
-_FILES = {"streamed.py", "plain.py", "lanes.py"}
+_FILES = {"streamed.py", "striped.py", "plain.py", "lanes.py"}
 
 
 class CtrlC:
@@ -87,13 +88,19 @@ STORES: dict[str, Callable[[Path], Any]] = {
     "cascade": lambda folder: CascadeStore(
         MemoryStore(3 * 8192, buffer_bytes=0), MemoryStore(buffer_bytes=0)
     ),
+    "striped": lambda folder: StripedStore(
+        MemoryStore(buffer_bytes=0), MemoryStore(buffer_bytes=0)
+    ),
 }
 _COUNT = 6
 
 
-@pytest.mark.long(but="cascade")
+@pytest.mark.long(but=("cascade", "striped"))
 @pytest.mark.parametrize("name", STORES)
-def test_no_wait_is_left_that_never_ends(name: str, tmp_path: Path) -> None:
+def test_no_wait_is_left_that_never_ends(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multistage.backends.striped._LEAST", 1)  # these states are cut
     if name.startswith("native") and "native" not in available_engines():
         pytest.skip("the C core was not built")
     states = [np.full(1024, float(key)) for key in range(_COUNT)]

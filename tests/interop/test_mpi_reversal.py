@@ -126,6 +126,40 @@ def test_ranks_time_the_same_steps_and_plan_alike(
     assert_exact([adjoint for *_, adjoint in found])
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_ranks_measure_at_once_what_they_share(
+    prepared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sees half of it then; of six that share it, four are others."""
+    together = threading.Barrier(2, timeout=60)
+
+    def written(*_: object) -> tuple[float, float, int]:
+        together.wait()
+        return 0.25, 0.0, 4
+
+    def read(*_: object) -> tuple[float, float]:
+        together.wait()
+        return 0.5, 0.0
+
+    monkeypatch.setattr(store, "_write", written)
+    monkeypatch.setattr(store, "_read", read)
+
+    def work(comm: Comm) -> Any:
+        wave, reversal = waves(comm, costs=None, tiers="memory:?share=6")
+        with reversal as run:
+            if prepared:
+                run.prepare(wave.start)
+            else:
+                run.forward(wave.start)
+            assert run.costs is not None
+            (tier,) = run.costs.tiers
+            if not prepared:
+                run.reverse(wave.seed)
+        return tier.write_s, tier.read_s
+
+    assert succeed(run_ranks(2, work)) == [(0.75, 1.5)] * 2
+
+
 def test_a_tier_that_fails_on_one_rank_while_it_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,6 +16,7 @@ from chains import CHAINS, raw
 from multistage.backends import CascadeStore, FileStore, MemoryStore
 from multistage.backends.files import available_engines
 from multistage.backends.testing import FaultyStore
+from multistage.backends.urls import open_store
 from multistage.errors import StateError, StoreError
 from multistage.measurement import chain as chain_of_steps
 from multistage.measurement.chain import measure
@@ -187,6 +188,18 @@ def test_a_store_that_fails_can_be_measured() -> None:
         store = FaultyStore(MemoryStore(), **faults)
         tier = probe_store(store, Layout.of(np.zeros(1000)), seconds=0.02)
         assert tier.write_s > 0
+
+
+@pytest.mark.parametrize(("at_once", "times"), [(1, 8), (4, 2), (8, 1), (64, 1)])
+def test_rates_are_those_of_a_share(at_once: int, times: int, monkeypatch: Any) -> None:
+    """Of what is measured alone; ranks that measure at once have divided it already."""
+    monkeypatch.setattr("multistage.measurement.store._write", lambda *_: (2.0, 0.5, 4))
+    monkeypatch.setattr("multistage.measurement.store._read", lambda *_: (3.0, 0.25))
+    for name in ("memory:?share=8", "memory:?share=8 + memory:1GiB?share=8"):
+        store = open_store(name)
+        tier = probe_store(store, Layout.of(np.zeros(1000)), at_once=at_once)
+        assert (tier.write_s, tier.read_s) == (2.0 * times, 3.0 * times)
+        assert (tier.write_overhead_s, tier.read_overhead_s) == (0.5, 0.25)
 
 
 def test_a_store_that_answers_slowly_is_not_measured_for_long(monkeypatch: Any) -> None:

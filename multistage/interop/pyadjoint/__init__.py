@@ -459,8 +459,9 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         step_s = max(1e-9, min(self._times_s[1:] or self._times_s or [1e-3]))
         costs = Costs(step_s, 2 * step_s, state_bytes=layout.nbytes, action_s=action_seconds())
         seconds = _PROBE_S / max(1, len(given.probed))
+        at_once = 1 if self._ranks is None else self._ranks.size
         tiers = tuple(
-            probe_store(store, layout, seconds=seconds, most=n, sweep_s=n * step_s)
+            probe_store(store, layout, seconds=seconds, most=n, sweep_s=n * step_s, at_once=at_once)
             for store in given.probed
         )
         return with_driver(replace(costs, tiers=tiers), layout) if tiers else costs
