@@ -9,8 +9,9 @@ threads of the tier included, and the least of some runs; memory is the most tha
 beyond what the process held before it, over the budget.
 
 Beside these a solve of diffrax with `MultistageAdjoint`, over `RecursiveCheckpointAdjoint`; a step
-of training with Adam, jitted and its arguments donated, over the same with `jax.lax.scan`; and how
-often a program is traced for each of five lengths.
+of training with Adam, jitted and its arguments donated, over the same with `jax.lax.scan`; how
+often a program is traced for each of five lengths; and what the thread that runs a program needs
+to save 8 KiB, by a loop that saves before each step and one that does not.
 
     python -m benchmarks.jax_scan [--quick] [--long] [--json FILE] [--plot FILE]
 
@@ -30,7 +31,7 @@ from typing import Any
 from benchmarks._common import child, finish, held_kib, options, reset_peak
 
 BUDGETS = {"gru": 12 << 20, "wave": 48 << 20}
-STEPS = {"gru": (10_000, 100_000), "wave": (1_000, 8_000)}
+STEPS = {"gru": (10_000, 100_000), "wave": (8_000, 16_000)}
 QUICK_STEPS = {"gru": (2_000, 10_000), "wave": (200, 800)}
 METHODS = ("sqrt", "ours", "equinox", "plain")
 REPEATS = 3
@@ -40,6 +41,7 @@ LENGTHS = (100, 200, 300, 400, 500)
 # Large blocks go back to the system: XLA allocates its memory by whatever thread runs a program.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 MOST_PLAIN = {"gru": 10_000, "wave": 0}  # steps whose residuals fit
+SAVES, SAVE_ROUNDS = 200, 300  # states of 8 KiB that fit in the buffers of a tier
 
 
 def problem(name: str, steps: int) -> tuple[Callable[..., Any], Any, Any, Any]:
@@ -139,6 +141,8 @@ def measured(task: dict[str, Any]) -> dict[str, Any]:
     jax: Any = importlib.import_module("jax")
     import multistage.jax as mjax
 
+    # Or XLA may free what a program worked in only when the next one has begun.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     with tempfile.TemporaryDirectory(prefix="jax-scan-", dir=".") as folder:
         steps = task["steps"]
         function, parameters = loss(task["method"], task["problem"], steps, folder)
@@ -155,6 +159,7 @@ def measured(task: dict[str, Any]) -> dict[str, Any]:
             seconds.append(time.process_time() - began)
         return {
             "us_per_step": 1e6 * min(seconds) / steps,
+            "mean_us_per_step": 1e6 * sum(seconds[1:]) / (REPEATS - 1) / steps,
             "peak_bytes": 1024 * (held_kib("VmHWM") - held),
             "loss": float(value),
             "gradient": [float(abs(leaf).sum()) for leaf in jax.tree.leaves(gradient)],
@@ -254,7 +259,47 @@ def of_calls(_task: dict[str, Any]) -> dict[str, Any]:
     return {"compilations": len(traced) / len(LENGTHS)}
 
 
-CHILDREN = {"solve": solved, "train": trained, "calls": of_calls}
+def of_saves(_task: dict[str, Any]) -> dict[str, Any]:
+    """Return the microseconds of the thread that runs a program to save a state of 8 KiB."""
+    import jax
+    import jax.numpy as jnp
+
+    import multistage.jax as mjax
+    from multistage.jax import handlers
+
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # programs run in this thread
+    start, zero, steps = jnp.ones(2048), jnp.uint32(0), jnp.int32(SAVES)
+
+    def program(saves: bool) -> Any:
+        def run(c: Any) -> Any:
+            site = handlers.Site(*handlers.opened("memory:"), SAVES, 1, 1, 4 << 20)
+            number, every = site.begin((c,))
+
+            def step(k: Any, made: Any) -> Any:
+                token, witness, c = made
+                if saves:
+                    token, witness = handlers.save(number, token, k, witness, (c,))
+                return token, witness, c * c
+
+            made = jax.lax.fori_loop(0, steps, step, (zero, jnp.zeros(()), c))
+            ends = number, made[0], jnp.int32(0), steps, every
+            return made, site.load(ends, made[1], (c,))
+
+        return jax.jit(run)
+
+    programs = {saves: program(saves) for saves in (False, True)}
+    best = dict.fromkeys(programs, float("inf"))
+    for _ in range(SAVE_ROUNDS):
+        for saves, run in programs.items():
+            began = time.thread_time()
+            jax.block_until_ready(run(start))
+            seconds = time.thread_time() - began
+            if mjax.last_report().kept == saves * (SAVES - 1):  # none was left out
+                best[saves] = min(best[saves], seconds)
+    return {"us_to_save_8_kib": 1e6 * (best[True] - best[False]) / (SAVES - 1)}
+
+
+CHILDREN = {"solve": solved, "train": trained, "calls": of_calls, "saves": of_saves}
 
 
 def others(steps: int, left_out: list[str]) -> tuple[dict[str, Any], dict[str, float]]:
@@ -279,9 +324,10 @@ def others(steps: int, left_out: list[str]) -> tuple[dict[str, Any], dict[str, f
         ours, other = (found[method] for method in methods)
         assert close(ours, other), f"{what}: another gradient"
         ratios[name] = ours["us_per_step"] / other["us_per_step"]
-    task = {"problem": "calls"}
-    samples["calls"] = child("benchmarks.jax_scan", task, ENVIRONMENT)
-    return samples, ratios | samples["calls"]
+    for what in ("calls", "saves"):
+        samples[what] = child("benchmarks.jax_scan", {"problem": what}, ENVIRONMENT)
+        ratios |= samples[what]
+    return samples, ratios
 
 
 def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -322,7 +368,8 @@ def main() -> None:
                 ratios[f"{name}_over_{method}"] = ours["us_per_step"] / other
         ratios[f"{name}_peak_over_budget"] = ours["peak_bytes"] / BUDGETS[name]
         ratios[f"{name}_sqrt_peak_over_budget"] = found["sqrt"]["peak_bytes"] / BUDGETS[name]
-        ratios[f"{name}_time_growth"] = found["longer"]["us_per_step"] / ours["us_per_step"]
+        us, longer_us = (found[which]["mean_us_per_step"] for which in ("ours", "longer"))
+        ratios[f"{name}_time_growth"] = longer_us / us
         ratios[f"{name}_peak_growth"] = found["longer"]["peak_bytes"] / ours["peak_bytes"]
     more, more_ratios = others(QUICK_SOLVE_STEPS if args.quick else SOLVE_STEPS, left_out)
     samples |= more
