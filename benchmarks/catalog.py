@@ -83,6 +83,11 @@ CATALOG: tuple[Entry, ...] = (
         expected_s=60,
     ),
     Entry(
+        "shared_store",
+        "10 000 ranks on one store, with plans that count on a fair part of it, in virtual time",
+        expected_s=40,
+    ),
+    Entry(
         "unequal_steps",
         "Steps of unequal cost and states of unequal size, NumPy",
         expected_s=45,
