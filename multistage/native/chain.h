@@ -9,10 +9,10 @@
 enum { PLANE = 16 };
 enum { INFEASIBLE = -2 };
 
-/* Solved: E(s, t, m) as planes of 16 slots, each of `cells` rows of the triangle. */
+/* Solved: E(s, t, m) as planes of 16 slots, each of `cells` rows. */
 typedef struct {
     const chain_t *chain;
-    const int32_t *none; /* none(s, t), as rows of the triangle */
+    const int32_t *none; /* none(s, t), in cells */
     const float *table;
     int64_t cells;
 } table_t;
@@ -20,6 +20,17 @@ typedef struct {
 static inline int64_t row(int64_t n, int64_t s)
 {
     return s * n - s * (s - 1) / 2 - s; /* so that row + t is the cell of (s, t) */
+}
+
+/* The cell of (s, t): in a triangle or, where only a band of it is solved, in rows of one length. */
+static inline int64_t cell_of(const chain_t *c, int64_t s, int64_t t)
+{
+    return c->band < c->n ? s * c->band + t - s : row(c->n, s) + t;
+}
+
+static inline int64_t cells_of(const chain_t *c)
+{
+    return c->band < c->n ? c->n * c->band : c->n * (c->n + 1) / 2;
 }
 
 static inline int64_t max64(int64_t a, int64_t b)
@@ -47,7 +58,13 @@ static inline int64_t tape_of(const chain_t *c, int64_t s, int64_t t, int64_t k)
 
 static inline float excess(const table_t *x, int64_t s, int64_t t, int64_t m)
 {
-    return x->table[((m / PLANE) * x->cells + row(x->chain->n, s) + t) * PLANE + m % PLANE];
+    return x->table[((m / PLANE) * x->cells + cell_of(x->chain, s, t)) * PLANE + m % PLANE];
+}
+
+/* The same of any pair: infinite beyond the band. */
+static inline float excess_within(const table_t *x, int64_t s, int64_t t, int64_t m)
+{
+    return t - s < x->chain->band ? excess(x, s, t, m) : INFINITY;
 }
 
 /* Checkpoints whose excess is within this share of the least are taken for equally good. */
@@ -76,7 +93,7 @@ static inline int64_t chain_choice(const table_t *x, int64_t s, int64_t t, int64
             tape = w ? t + w : s;
         }
     }
-    if (m >= x->none[row(c->n, s) + t])
+    if (m >= x->none[cell_of(c, s, t)])
         for (int64_t k = s + 1; k <= t; k++) {
             const int64_t rest = m - c->state[k];
             if (rest < 0)

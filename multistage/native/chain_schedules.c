@@ -10,7 +10,7 @@
 int64_t ms_chain_trace(const chain_t *chain, const int32_t *none, const float *table,
                               int64_t first, int64_t last, int64_t m, int64_t *out, int64_t *stack)
 {
-    const table_t x = {chain, none, table, chain->n * (chain->n + 1) / 2};
+    const table_t x = {chain, none, table, cells_of(chain)};
     int64_t made = 0, depth = 0;
     stack[0] = first, stack[1] = last, stack[2] = m;
     depth = 1;

@@ -36,7 +36,8 @@ typedef struct {
 typedef struct {
     int32_t start, stop, tape, apart; /* stages start..stop; `apart`: state `start` is kept apart */
     int32_t own, input;               /* items: its tape, what holds its input, or -1 */
-    int32_t slots, padding;           /* of the table, with which a segment is reversed */
+    int32_t slots;                    /* of the table, with which a segment is reversed */
+    int32_t things;                   /* made for the nodes before it */
     int64_t left;                     /* fast bytes kept for it and the nodes before it */
 } node_t;
 

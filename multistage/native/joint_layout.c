@@ -50,6 +50,7 @@ static void lay_forward(const joint_t *x, work_t *w, const uint8_t *fates)
     for (int64_t k = 0; k < count; k++) {
         node_t *v = w->node + k;
         const int64_t s = v->start;
+        v->things = (int32_t)w->head->items;
         if (v->apart) {
             const int away = (fates[s] & STATE_AWAY) && (x->may[s] & MAY_STATE);
             if (away && k < count - 1) {
@@ -86,10 +87,7 @@ static int lay_segment(const joint_t *x, work_t *w, int64_t k, int reserve)
     node_t *v = w->node + k;
     const int64_t input = v->input >= 0 ? w->item[v->input].bytes : 0;
     const int64_t room = x->limit - v->left - input;
-    int64_t next = v->input >= 0 ? v->input : 0; /* things before it are read next */
-    if (v->input < 0)
-        for (int64_t j = k - 1; j >= 0 && !next; j--)
-            next = w->node[j].own >= 0 ? w->node[j].own + 1 : w->node[j].input + 1;
+    const int64_t next = v->input >= 0 ? v->input : v->things; /* things before it are read next */
     int64_t slots = INFEASIBLE;
     for (int64_t r = reserve; r >= 0 && slots == INFEASIBLE; r--) {
         const int64_t from = next > r ? next - r : 0;

@@ -57,17 +57,16 @@ static void rows_min(int64_t isa, float *out, const float *left, const float *ri
 static void gather(solve_t *z, int64_t s, int64_t e, float *out)
 {
     const joint_t *x = z->x;
-    const table_t table = {x->slots, x->none, x->table, z->n * (z->n + 1) / 2};
-    const float *values = table.table + (row(z->n, s) + e) * PLANE;
-    for (int64_t m = 0, at = 0; m < z->width; m++, at += z->p->stride)
-        out[m] = m <= z->slots ? values[at / PLANE * PLANE * table.cells + at % PLANE] : INFINITY;
+    const table_t table = {x->slots, x->none, x->table, cells_of(x->slots)};
+    for (int64_t m = 0; m < z->width; m++)
+        out[m] = m <= z->slots ? excess_within(&table, s, e, m * z->p->stride) : INFINITY;
 }
 
 /* The ends of segments from s, and their excess; the last row is that of the last segment. */
 static void gather_ends(solve_t *z, int64_t s)
 {
     z->n_ends = 0;
-    for (int64_t e = s; e < z->n - 1; e = next_end(z, s, e)) {
+    for (int64_t e = s; e < z->n - 1 && e - s < z->x->slots->band; e = next_end(z, s, e)) {
         gather(z, s, e, z->excess + z->n_ends * z->width);
         z->ends[z->n_ends++] = e;
     }

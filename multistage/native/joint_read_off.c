@@ -12,8 +12,8 @@ typedef struct {
 static float excess_at(const solve_t *z, int64_t s, int64_t e, int64_t m)
 {
     const joint_t *x = z->x;
-    const table_t table = {x->slots, x->none, x->table, z->n * (z->n + 1) / 2};
-    return excess(&table, s, e, m * z->p->stride);
+    const table_t table = {x->slots, x->none, x->table, cells_of(x->slots)};
+    return excess_within(&table, s, e, m * z->p->stride);
 }
 
 static void go_apart(const solve_t *z, place_t *at, uint8_t *fates)

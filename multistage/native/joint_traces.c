@@ -78,7 +78,7 @@ static uint64_t mixed(uint64_t key)
 static int64_t operations(const joint_t *x, int64_t s, int64_t t, int64_t m, op_t *out,
                           int64_t most, int64_t *stack)
 {
-    const table_t table = {x->slots, x->none, x->table, x->slots->n * (x->slots->n + 1) / 2};
+    const table_t table = {x->slots, x->none, x->table, cells_of(x->slots)};
     const chain_t *c = x->bytes;
     int64_t made = 0, depth = 1;
     stack[0] = s, stack[1] = t, stack[2] = m, stack[3] = 0;
@@ -148,7 +148,7 @@ const trace_t *joint_trace_of(const joint_t *x, work_t *w, int64_t s, int64_t t,
 int64_t joint_slots_within(const joint_t *x, work_t *w, int64_t s, int64_t t, int64_t room)
 {
     const int64_t n = x->slots->n, key = s * n + t + 1;
-    const table_t table = {x->slots, x->none, x->table, n * (n + 1) / 2};
+    const table_t table = {x->slots, x->none, x->table, cells_of(x->slots)};
     if (room <= 0)
         return INFEASIBLE;
     if (w->head->rooms > ROOMS / 2)
@@ -161,7 +161,7 @@ int64_t joint_slots_within(const joint_t *x, work_t *w, int64_t s, int64_t t, in
     const double most = (double)room / x->unit + MORE_SLOTS;
     int64_t m = most < (double)x->memories ? (int64_t)most : x->memories, tries = MOST_TRIES;
     int64_t found = INFEASIBLE;
-    for (; m >= 0 && tries && excess(&table, s, t, m) < INFINITY; m--, tries--) {
+    for (; m >= 0 && tries && excess_within(&table, s, t, m) < INFINITY; m--, tries--) {
         const trace_t *trace = joint_trace_of(x, w, s, t, m);
         if (trace->count > 0 && trace->peak <= room) {
             found = m;

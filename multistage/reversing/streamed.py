@@ -17,8 +17,6 @@ from ..states.layout import Layout
 # A plan is made again when a tier turns out to be so many times faster or slower.
 _FASTER = 1.5
 _PROBE_S, _PROBE_BYTES = 0.3, 4 << 20
-# Steps that are planned jointly with a tier, in a second or two; more are not streamed.
-MOST_STREAMED = 340
 
 
 def largest_of(costs: StageCosts) -> Layout:

@@ -36,7 +36,7 @@ from ..model.tier import Tier
 from ..planners import Plan
 from ..planners.base import BUFFERS
 from ..planners.chain.joint_core import require_core
-from ..planners.chain.pieces import PersistentPlanner, chain_plan, survey
+from ..planners.chain.pieces import MOST_STREAMED, PersistentPlanner, chain_plan, survey
 from ..schedule.rules import Rules
 from ..schedule.timeline import Timeline
 from ..states.in_place import VariedStates
@@ -45,7 +45,6 @@ from ..support.progress import Bars
 from .arguments import Arguments, one_tape
 from .opened import OpenStores
 from .streamed import (
-    MOST_STREAMED,
     bounded,
     largest_of,
     measured_rates,
@@ -221,7 +220,7 @@ class Unequal(Generic[State, Adjoint]):
 
     def _make_plan(self, costs: StageCosts) -> None:
         room, store, rates = self._room(costs), self._store, None
-        if store is not None and len(costs.stages) <= MOST_STREAMED:
+        if store is not None:
             require_room(store, costs)
             if self._rates is None:
                 self._rates = self._first_rates = measured_rates(store, probe_bytes(costs))
@@ -237,7 +236,8 @@ class Unequal(Generic[State, Adjoint]):
             # All may be waiting: a plan counts on no write but that of what it evicts.
             store.queue_depth = max(store.queue_depth, written)
             self.tier = store
-            self.late = Late(Stages(self.plan, inside=False))
+            if len(costs.stages) <= MOST_STREAMED:  # else the table of what is left is too large
+                self.late = Late(Stages(self.plan, inside=False))
 
     def forget(self) -> None:
         """Release a plan that does not hold; the next sweep is surveyed."""

@@ -2,17 +2,21 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from multistage import native
 from multistage.errors import ArgumentError, BudgetError
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
-from multistage.planners.chain import heterogeneous, pieces
+from multistage.planners import Plan
+from multistage.planners.chain import grouped, heterogeneous, pieces
 from multistage.planners.chain.at_once import most_stages, plan_at_once, table_bytes
 from multistage.planners.chain.heterogeneous import memory_curve, plan_chain, smallest_memory
 from multistage.planners.chain.joint_bound import joint_lower_bound
 from multistage.planners.chain.memory import use_of
+from multistage.planners.chain.sizes import Sizes
+from multistage.planners.chain.table import Table
 from tests.chain_schedules import no_tier_s, offload_s
 
 core = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
@@ -31,8 +35,7 @@ def chain(stages, seed=1):
 @pytest.fixture
 def few_at_once(monkeypatch):
     """Chains of more than 40 stages are long, and divided into 30 or 10 blocks."""
-    for module in (heterogeneous, pieces):
-        monkeypatch.setattr(module, "most_stages", lambda _resolution=0: 40)
+    monkeypatch.setattr(heterogeneous, "most_stages", lambda _resolution=0: 40)
     monkeypatch.setattr(heterogeneous, "BLOCKS", (30, 10))
     monkeypatch.setattr(pieces, "BLOCKS", (30, 10))
     monkeypatch.setattr(pieces, "_PIECE", 20)
@@ -59,9 +62,62 @@ def test_long_chains_are_planned_in_pieces(few_at_once, share, tiers):
 
 
 @core
-def test_the_tier_is_used_in_blocks(few_at_once):
+def test_the_tier_is_used_where_stages_are_too_many(few_at_once):
     plan = plan_chain(chain(90), 0.3, tiers="write=2kB/s")
     assert plan.writes and plan.makespan_s < 0.9 * no_tier_s(plan)
+
+
+def streamed(seed):
+    """Return random steps, a limit and a tier that takes states alone."""
+    rng = random.Random(seed)
+    count, tapes = rng.randint(50, 90), rng.random() < 0.3
+    sizes = [rng.randint(20, 200) for _ in range(count + 1)]
+    stages = []
+    for i, size in enumerate(sizes[1:]):
+        seconds = rng.uniform(1, 10)
+        tape, spared_s = (size + rng.randint(0, 300), 0.0) if tapes else (size, seconds)
+        stages.append(Stage(f"{i}", seconds, 2 * seconds, size, tape, 0, spared_s=spared_s))
+    costs = StageCosts(tuple(stages), sizes[0])
+    memory = pieces.least_in_pieces(costs) + 200 * rng.choice([2, 3, 5, 8, 12, 20])
+    rates = [20 / rng.choice([0.3, 0.7, 1, 1.5, 2.5, 4, 8]) for _ in range(2)]
+    capacity = rng.choice([None, None, int(110 * count * rng.uniform(0.05, 0.5))])
+    return costs, memory, Tier.of_rates(*rates, capacity_bytes=capacity, tapes=False)
+
+
+@pytest.mark.long(but=("0-*", "1-*"))
+@core
+@pytest.mark.parametrize("in_groups", [False, True], ids=["stages", "groups"])
+@pytest.mark.parametrize("seed", range(30))
+def test_a_tier_is_planned_for_in_short_runs_and_groups_as_at_once(seed, in_groups, monkeypatch):
+    """No run of more than 24 stages is solved, or stages are planned two by two first."""
+    costs, memory, rates = streamed(seed)
+    monkeypatch.setattr(grouped, "_BAND", 24)
+    monkeypatch.setattr(grouped, "_SHORTEST", 24)
+    if in_groups:
+        monkeypatch.setattr(grouped, "_grouping", lambda true, room: (2, 150))
+    actions = grouped.plan_grouped(costs, memory, rates)
+    plan = Plan.judged("pieces", costs, memory, actions, rates)
+    whole = plan_at_once(costs, memory, "optimal", rates)
+    assert plan.peak_bytes <= memory
+    assert plan.makespan_s <= 1.03 * whole.makespan_s
+
+
+@core
+def test_the_table_of_a_band_is_that_of_all_runs_up_to_its_length():
+    costs = chain(70)
+    sizes = Sizes.of(costs).in_slots(40.0)
+    whole, band = Table(sizes, 60), Table(sizes, 60, band=12)
+    _, none, table = whole.solved()
+    _, none_there, there = band.solved()
+    at = 0
+    for s in range(len(sizes)):
+        count = min(12, len(sizes) - s)
+        np.testing.assert_allclose(there[:, s, :count], table[:, at : at + count], rtol=1e-4)
+        assert np.array_equal(none_there[s, :count], none[at : at + count])
+        for memory in (9, 30, 60):
+            trace = band.trace(memory, s, s + count - 1)
+            assert (trace is None) == (whole.trace(memory, s, s + count - 1) is None)
+        at += len(sizes) - s
 
 
 @core

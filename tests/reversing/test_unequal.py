@@ -30,6 +30,7 @@ from multistage.execute.metered import Metered, of_chain
 from multistage.model.stages import Stage
 from multistage.model.tier import Tier
 from multistage.planners.chain.heterogeneous import smallest_memory
+from multistage.planners.chain.pieces import MOST_STREAMED
 from multistage.reversing import streamed, unequal, uniform
 from multistage.reversing.unequal import Unequal
 from multistage.states.layout import Layout
@@ -463,6 +464,24 @@ def test_states_of_unequal_size_travel(name: str, kind: str, tmp_path: Path) -> 
                 if not seed:
                     run.report().save(tmp_path / "report.html")
                     assert run.report().peak_fast_bytes <= run.plan.peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["functional", "in-place-tape"])
+def test_states_travel_where_steps_are_too_many_for_one_table(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = Tier.of_rates(30.0, 60.0, tapes=False)  # of some states of 90 bytes in steps of 10 s
+    monkeypatch.setattr(unequal, "measured_rates", lambda store, nbytes: rates)
+    case = Case(4, kind, MOST_STREAMED + 30, scale=3)
+    store = MemoryStore(buffer_bytes=0)
+    run = Reversal(case.chain(), costs=case.costs, memory="3 slots", tiers=store, checked=True)
+    with run:
+        assert swept(run, case) == case.store_all()
+        plan = run.report().plan
+        without = plan.candidate("no tier")
+        assert plan.writes and plan.makespan_s < 0.9 * without.makespan_s
+        assert run.report().counts.writes == plan.writes
+        assert run.report().counts.lost == 0
 
 
 @pytest.mark.long(but="functional-*")

@@ -55,8 +55,9 @@ from .at_once import CHAIN_PLANNERS as CHAIN_PLANNERS
 from .at_once import MORE, least_memory, most_stages, plan_at_once, table_bytes
 from .at_once import SLOTS as SLOTS
 from .at_once import ChainPlanner as ChainPlanner
+from .grouped import in_groups
 from .joint_core import require_core
-from .pieces import BLOCKS, in_blocks, least_in_pieces, plan_in_pieces
+from .pieces import BLOCKS, least_in_pieces, plan_in_pieces
 from .sizes import Sizes
 from .table import Table, default_threads, judge, smallest
 
@@ -240,7 +241,7 @@ def memory_curve(
     plain = plain_use(costs)
     if len(costs.stages) > most_stages(resolution):
         _require_default(costs, resolution)
-        costs, _ = in_blocks(costs, BLOCKS[0])
+        costs, _ = in_groups(costs, BLOCKS[0])
     true = Sizes.of(costs)
     _, trace = smallest(true, tapes=planner == "optimal")
     seconds, peak = judge(true, trace)

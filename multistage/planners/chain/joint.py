@@ -40,10 +40,12 @@ import numpy as np
 
 from ...actions import Action
 from ...model.tier import Tier
-from ...support.arrays import Bytes
+from ...support.arrays import Bytes, Integers
 from .joint_core import (
     APART,
     KEEPS_TAPE,
+    MAY_STATE,
+    MAY_TAPE,
     RESERVE_AT,
     STARTS,
     STATE_AWAY,
@@ -63,8 +65,8 @@ _LONG = 150
 _STRIDES, _STRIDES_LONG = (1, 2, 3), (1,)
 _PROGRAMS_LONG = 3
 # Plans that are improved, and by how many random moves each: so many a stage, and at most.
-_IMPROVED, _IMPROVED_LONG = 4, 2
-_MOVES_A_STAGE, _MOVES, _MOVES_LONG = 100, 5000, 2000
+_IMPROVED, IMPROVED_LONG = 4, 2
+_MOVES_A_STAGE, _MOVES, MOVES_LONG = 100, 5000, 2000
 # Of chains of no more stages the best plan of each program is improved too, and that of the
 # first programs for a tier that is faster or slower: searches that begin far apart find what
 # more moves on the best plans do not.
@@ -74,9 +76,12 @@ _SPEEDS, _AT_SPEEDS = (1.15, 0.85), 4
 _CROSSED, _ROUNDS, _IMPROVED_A_ROUND = 24, 8, 4
 # Parts of a tier's capacity, for plans of a larger limit.
 _OF_CAPACITY = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
-_STEPS = 48
+# Of long chains, parts in which things are chosen that all fit into the tier.
+_PARTS = (1.0, 0.75, 0.5)
+# Of the backlog, fewer where the program's values would be too many.
+_STEPS, _FEWEST_STEPS, _VALUES = 48, 16, 27_000_000
 _POOL = 6
-_SEED = 3
+SEED = 3
 # Beyond so many bytes in all, sums of sizes might not fit the core's integers.
 MOST_BYTES = 2**61
 # The programs' parameters: price of reading, staging, fineness, and the reserve: none, a
@@ -140,7 +145,7 @@ def plan_joint(
     limit : int
         Bytes, the chain's input not counted.
     """
-    if not _plannable(true):
+    if not is_plannable(true):
         return None, None
     core = Core(true, table, unit_bytes, limit, rates)
     pool = search(core, true, limit, unit_bytes, rates)
@@ -157,7 +162,8 @@ def plan_joint(
     return fastest(pool), fastest(offload)
 
 
-def _plannable(true: Sizes) -> bool:
+def is_plannable(true: Sizes) -> bool:
+    """Whether sums of the sizes fit the core's integers, and stages take time."""
     sizes = (true.state, true.gradient, true.tape, true.advance, true.taping, true.reverse)
     total = sum(int(size) for array in sizes for size in array)
     return total < MOST_BYTES and float(true.forward_s.sum()) > 0
@@ -173,7 +179,7 @@ def smallest_with_tier(true: Sizes, rates: Tier) -> int:
     states = [0, *(int(size) for size in true.state[1:])]
     tapes = [int(size) for size in true.tape]
     least = 2 * MOST_BYTES
-    if not _plannable(true):
+    if not is_plannable(true):
         return least
     if sum(states) <= capacity:
         run = max(
@@ -201,7 +207,7 @@ def search(core: Core, true: Sizes, limit: int, unit_bytes: float, rates: Tier) 
     long = n > _LONG
     strides = _STRIDES_LONG if long else _STRIDES
     grid = GRID[:_PROGRAMS_LONG] if long else GRID
-    moves = _MOVES_LONG if long else min(_MOVES, _MOVES_A_STAGE * n)
+    moves = MOVES_LONG if long else min(_MOVES, _MOVES_A_STAGE * n)
     pool = Pool(core.judge)
     for fates in extremes(true):
         pool.offer(fates)
@@ -210,14 +216,19 @@ def search(core: Core, true: Sizes, limit: int, unit_bytes: float, rates: Tier) 
     for program in solved:
         starts += _begun(core, core.program(program, _SHARES), pool)
     late, aside = [], Pool(core.judge)
-    if rates.capacity_bytes is not None and (n <= _SHORT or not pool.found):
+    whole = core.table.band >= n
+    if rates.capacity_bytes is not None and not whole:
+        for part, program in itertools.product(_PARTS, solved):
+            among = spread(true, rates.capacity_bytes, part, tapes=rates.tapes)
+            _begun(core, core.program(program, _SHARES, among), pool)
+    elif rates.capacity_bytes is not None and (n <= _SHORT or not pool.found):
         for fates in of_more_memory(core.table, true, limit, rates.capacity_bytes):
             late += _begun(core, [fates], aside)
     if not pool.found:
         pool = aside
-    best = pool.found[: _IMPROVED_LONG if long else _IMPROVED]
+    best = pool.found[: IMPROVED_LONG if long else _IMPROVED]
     for rank, (seconds, fates) in enumerate(best):
-        better, found = core.improve(fates, seconds, moves, _SEED + rank)
+        better, found = core.improve(fates, seconds, moves, SEED + rank)
         pool.keep(found, better)
     if n > _SHORT:
         return pool
@@ -225,7 +236,7 @@ def search(core: Core, true: Sizes, limit: int, unit_bytes: float, rates: Tier) 
         starts += _begun(core, core.program(replace(program, speed=speed), _SHARES), pool)
     more = Pool(core.judge, _CROSSED, pool.found.copy())
     for rank, (seconds, fates) in enumerate(starts + late, len(best)):
-        better, found = core.improve(fates, seconds, _MOVES_OF_EACH * n, _SEED + rank)
+        better, found = core.improve(fates, seconds, _MOVES_OF_EACH * n, SEED + rank)
         more.keep(found, better)
     cross(core, more, _MOVES_OF_EACH * n)
     return more
@@ -259,7 +270,7 @@ def cross(core: Core, pool: Pool, moves: int) -> None:
                 pool.keep(seconds, fates)
         best = pool.found[:_IMPROVED_A_ROUND]
         for rank, (seconds, fates) in enumerate(best, 1 + number * _IMPROVED_A_ROUND):
-            better, found = core.improve(fates, seconds, moves, _SEED + rank)
+            better, found = core.improve(fates, seconds, moves, SEED + rank)
             pool.keep(found, better)
 
 
@@ -286,6 +297,33 @@ def of_more_memory(table: Table, true: Sizes, limit: int, capacity: int) -> Iter
         yield fates
 
 
+def spread(true: Sizes, capacity: int, part: float, *, tapes: bool) -> Bytes:
+    """Return things that all fit into a tier, as bits of what may travel.
+
+    Of the first `part` of the stages, at about equal distances in time, small ones if possible.
+    """
+    stop = max(2, round(part * len(true)))
+    sizes = (true.tape if tapes else true.state)[:stop]
+    ends = np.cumsum(true.forward_s[:stop])
+
+    def chosen(count: int) -> Integers:
+        places = np.minimum(count * ends / (ends[-1] or 1.0), count - 1).astype(np.int64)
+        order = np.lexsort((sizes, places))
+        return order[np.unique(places[order], return_index=True)[1]]
+
+    fewest, most = 0, stop
+    while fewest < most:
+        count = (fewest + most + 1) // 2
+        if int(sizes[chosen(count)].sum()) <= capacity:
+            fewest = count
+        else:
+            most = count - 1
+    among = np.zeros(len(true), np.uint8)
+    if fewest:
+        among[chosen(fewest)] = MAY_TAPE if tapes else MAY_STATE
+    return among
+
+
 def extremes(true: Sizes) -> Iterator[Bytes]:
     """Yield the plans that send every tape or every state to the tier."""
     n = len(true)
@@ -303,6 +341,7 @@ def programs(
 ) -> Iterator[Program]:
     """Yield the programs to solve, each once."""
     n = len(true)
+    steps = min(_STEPS, max(_FEWEST_STEPS, int(_VALUES * unit_bytes / (n * max(1, limit)))))
     states, tapes = np.sort(true.state[1:]), np.sort(true.tape)
     kept = [0, int(states[n // 2]), int(states[-1]), int(tapes[n // 2])]
     seen = set()
@@ -316,7 +355,7 @@ def programs(
             fineness=fineness,
             speed=1.0,
             reserve=min(int(limit / slot_bytes) // 2, math.ceil(kept[int(reserve)] / slot_bytes)),
-            steps=_STEPS,
+            steps=steps,
             stride=stride,
         )
         if program not in seen:

@@ -200,8 +200,15 @@ class Core:
         )
         return list(zip(seconds[:count].tolist(), made[:count], strict=True))
 
-    def program(self, program: Program, shares: tuple[float, ...]) -> list[Bytes]:
-        """Return the plans that the dynamic program finds best for shares of the limit."""
+    def program(
+        self, program: Program, shares: tuple[float, ...], among: Bytes | None = None
+    ) -> list[Bytes]:
+        """Return the plans that the dynamic program finds best for shares of the limit.
+
+        Of those in which only the things `among` travel, bits as of `may_travel`, if given.
+        """
+        may = self._may.copy()
+        self._may &= may if among is None else among
         call = native.JointProgram(
             program.read_price,
             program.staging,
@@ -228,6 +235,7 @@ class Core:
             plans.ctypes.data,
             found.ctypes.data,
         )
+        self._may[:] = may
         return [plan for plan, made in zip(plans, found, strict=True) if made]
 
     def lay_out(self, fates: Bytes) -> Laid:

@@ -7,8 +7,10 @@ plan
     them is planned with what is left, cut again if need be.  Known gap: the cuts are
     not optimal.
 blocks
-    The dynamic program over blocks of steps, each taped as a whole or not at all; with a
-    slow tier the joint planner over them.  Needs memory for the tapes of a block.
+    The dynamic program over blocks of steps, each taped as a whole or not at all.  Needs
+    memory for the tapes of a block.
+groups
+    With a slow tier, see `planners.chain.grouped`.
 survey
     For costs or a number of steps that show themselves only as the steps run: the
     forward sweep keeps every k-th state, twice as far apart each time the memory is
@@ -21,31 +23,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from ...actions import (
     Action,
     Advance,
-    Await,
-    Drop,
     EndForward,
-    Evict,
     Free,
-    Get,
     Load,
-    Put,
     Reverse,
     Save,
     Schedule,
     Tape,
 )
 from ...errors import BudgetError, ScheduleError
-from ...model.stages import Stage, StageCosts
+from ...model.stages import StageCosts
 from ...model.tier import Tier
 from ..base import Plan
 from ..single.binomial import forward_and_reverse, reverse_actions
-from .at_once import SLOTS, beside, fastest, least_memory, most_stages, plan_at_once
+from .at_once import SLOTS, beside, fastest, least_memory, plan_at_once
+from .grouped import in_groups, plan_grouped
 from .memory import left_to_reverse, shifted
 
 PersistentPlanner: TypeAlias = Literal["optimal", "revolve"]
@@ -53,7 +50,10 @@ PersistentPlanner: TypeAlias = Literal["optimal", "revolve"]
 # than `_FINE` are solved for fewer slots of memory.
 MOST_AT_ONCE, _FINE, _FEWER = 200, 80, 200
 _PIECE = 100
-# Of chains that `plan_chain` plans in pieces: numbers of blocks that are tried.
+# Steps that are planned at once together with a tier, in a second or two.
+MOST_STREAMED = 340
+# Numbers of blocks that are tried; of chains that `plan_chain` plans in pieces.
+_COUNTS = (MOST_AT_ONCE, MOST_AT_ONCE // 3)
 BLOCKS = (600, 200, 60)
 _SMALLER = 0.25  # how far from its place a smaller state is looked for, in spacings
 
@@ -79,13 +79,12 @@ def chain_plan(
 ) -> Plan:
     """Return the plan of all steps, see `plan`, judged byte by byte; `rates` of a slow tier."""
     stages = len(costs.stages)
-    if stages <= (MOST_AT_ONCE if rates is None else most_stages()):
+    if stages <= (MOST_AT_ONCE if rates is None else MOST_STREAMED):
         memory = least_memory(costs, planner) + room_bytes
         slots = _slots(costs) if rates is None else SLOTS
         return plan_at_once(costs, memory, planner, rates, resolution=slots)
-    counts = (MOST_AT_ONCE, MOST_AT_ONCE // 3) if rates is None else BLOCKS
     memory = least_in_pieces(costs) + room_bytes
-    return plan_in_pieces(costs, memory, planner, rates, counts)
+    return plan_in_pieces(costs, memory, planner, rates, _COUNTS)
 
 
 def plan_within(costs: StageCosts, memory_bytes: int) -> Plan:
@@ -98,8 +97,7 @@ def plan_within(costs: StageCosts, memory_bytes: int) -> Plan:
     """
     if len(costs.stages) <= MOST_AT_ONCE:
         return plan_at_once(costs, memory_bytes)
-    counts = (MOST_AT_ONCE, MOST_AT_ONCE // 3)
-    return plan_in_pieces(costs, memory_bytes, "optimal", counts=counts)
+    return plan_in_pieces(costs, memory_bytes, "optimal", counts=_COUNTS)
 
 
 def plan_in_pieces(
@@ -133,13 +131,13 @@ def plan_in_pieces(
             "planned in pieces; raise the limit",
             least,
         )
-    candidates: list[tuple[Iterator[Action], Tier | None]] = [
+    candidates: list[tuple[Iterable[Action], Tier | None]] = [
         (plan(costs, min(memory, most) - least, planner), None)
     ]
-    for count in counts or BLOCKS if planner == "optimal" else ():
-        candidates.append((_in_blocks(costs, memory, count), None))
-        if rates is not None:
-            candidates.append((_in_blocks(costs, memory, count, rates), rates))
+    tried = counts or BLOCKS if planner == "optimal" else ()
+    candidates += ((_in_blocks(costs, memory, count), None) for count in tried)
+    if rates is not None and (away := plan_grouped(costs.whole, min(memory, most), rates)):
+        candidates.append((away, rates))
     found = []
     for actions, tier in candidates:
         with contextlib.suppress(BudgetError, ScheduleError):  # one block alone is too much
@@ -154,24 +152,12 @@ def _slots(costs: StageCosts) -> int:
     return SLOTS if len(costs.stages) <= _FINE else _FEWER
 
 
-def in_blocks(costs: StageCosts, count: int) -> tuple[StageCosts, list[int]]:
-    """Return a chain of so many blocks of stages, and where each begins and the last ends."""
-    n = len(costs.stages)
-    starts = [k * n // count for k in range(count)] + [n]
-    blocks = [_block(costs.stages[a:b]) for a, b in itertools.pairwise(starts)]
-    return StageCosts(tuple(blocks), costs.input_bytes, costs.input_gradient_bytes), starts
-
-
-def _in_blocks(
-    costs: StageCosts, memory: int, count: int, rates: Tier | None = None
-) -> Iterator[Action]:
+def _in_blocks(costs: StageCosts, memory: int, count: int) -> Iterator[Action]:
     """Yield the actions of a plan of blocks of steps, each taped as a whole or not at all."""
-    chain, starts = in_blocks(costs, count)
-    tokens: list[range] = []  # of each transfer of the plan those of the steps
+    chain, starts = in_groups(costs, count)
     taped: set[int] = set()
     slots = _slots(chain) if count <= MOST_AT_ONCE else SLOTS
-    coarse = None if rates is None else _coarser(rates, len(costs.stages) / count)
-    for action in plan_at_once(chain, memory, "optimal", coarse, resolution=slots).actions:
+    for action in plan_at_once(chain, memory, "optimal", resolution=slots).actions:
         match action:
             case Tape(b) | Reverse(b):
                 steps = range(starts[b], starts[b + 1])
@@ -184,47 +170,8 @@ def _in_blocks(
                 yield Advance(starts[a], starts[b])
             case Save(b) | Load(b) | Free(b):
                 yield type(action)(starts[b])
-            case Put(b, _, tape) | Get(b, _, tape) | Evict(b, _, tape) | Drop(b, _, tape):
-                steps = range(starts[b], starts[b + 1]) if tape else range(starts[b], starts[b] + 1)
-                if isinstance(action, Put | Get):
-                    first = tokens[-1].stop if tokens else 0
-                    tokens.append(range(first, first + len(steps)))
-                # What is needed first comes back first; an input leaves after what is made of it.
-                for step in steps if isinstance(action, Put) else reversed(steps):
-                    yield type(action)(step, tape=tape)
-            case Await(token):
-                yield from map(Await, tokens[token])
             case _:
                 yield action
-
-
-def _coarser(rates: Tier, things: float) -> Tier:
-    """Return the tier as blocks see it, whose tapes are so many things each."""
-    names = ("write_s", "read_s", "write_overhead_s", "read_overhead_s")
-    return replace(rates, **{name: things * getattr(rates, name) for name in names})
-
-
-def _block(stages: Sequence[Stage]) -> Stage:
-    """Return some steps as one stage whose tape is all of theirs."""
-    output = stages[-1].output_bytes
-    gradient = max(stage.gradient_bytes for stage in stages)
-    passing = max(
-        (before.output_bytes + after.output_bytes + after.forward_overhead_bytes)
-        for before, after in zip((stages[0], *stages), stages, strict=False)
-    )
-    return Stage(
-        name=stages[0].name,
-        forward_s=sum(stage.forward_s for stage in stages),
-        backward_s=sum(stage.backward_s for stage in stages),
-        output_bytes=output,
-        tape_bytes=sum(stage.tape_bytes for stage in stages),
-        gradient_bytes=stages[-1].gradient_bytes,
-        forward_overhead_bytes=max(0, passing - output),
-        tape_overhead_bytes=max(stage.tape_overhead_bytes for stage in stages),
-        backward_overhead_bytes=2 * gradient
-        + max(stage.backward_overhead_bytes for stage in stages),
-        spared_s=stages[-1].spared_s,
-    )
 
 
 def least_in_pieces(costs: StageCosts) -> int:

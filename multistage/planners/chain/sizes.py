@@ -66,6 +66,21 @@ class Sizes:
     def __len__(self) -> int:
         return len(self.tape)
 
+    def part(self, start: int, stop: int) -> Sizes:
+        """Return the sizes of stages start..stop-1 alone."""
+        own, ends = slice(start, stop), slice(start, stop + 1)
+        return Sizes(
+            self.state[ends],
+            self.gradient[ends],
+            self.tape[own],
+            self.advance[own],
+            self.taping[own],
+            self.reverse[own],
+            self.forward_s[own],
+            self.reverse_s[own],
+            self.spared_s[own],
+        )
+
     def with_ways(self, costs: StageCosts) -> Sizes:
         """Return the sizes with the other ways to keep tapes that the costs have."""
         ways = []
@@ -139,10 +154,12 @@ def chain_in_core(
     leaf: Reals,
     moves: tuple[Reals, Reals] | None = None,
     again: Reals | None = None,
+    band: int | None = None,
 ) -> native.ChainStruct:
     """Return a chain as the C core takes it; the arrays must be contiguous.
 
     `again` has, for each way to keep a tape, what each stage costs more than by the first.
+    `band` is that of the table; see `Table`.
     """
     again = np.zeros((1, len(sizes)), np.float32) if again is None else again
     kept = [
@@ -163,6 +180,7 @@ def chain_in_core(
         prefix.ctypes.data,
         leaf.ctypes.data,
         int(tapes),
+        len(sizes) if band is None else band,
         len(again),
         again.ctypes.data,
         *((None, None) if moves is None else (x.ctypes.data for x in moves)),

@@ -29,6 +29,7 @@ from .sizes import MAX_SLOTS, Sizes, chain_in_core, in_core, need_to_pass, need_
 # another way w where choice == t + w (see `way_of`),
 # else state `choice` is the next one kept and s..choice-1 run forward.
 Trace: TypeAlias = list[tuple[int, int, int]]
+Instructions: TypeAlias = Literal["auto", "baseline", "avx2", "avx512"]
 
 
 def judge(true: Sizes, trace: Trace) -> tuple[float, int]:
@@ -104,6 +105,8 @@ class Table:
         of such a table are not asked for.
     by_length : bool
         Whether a chain of equal stages is solved by their number alone (see `equal`).
+    band : int, optional
+        Solve only runs of at most so many stages, for the joint planner; with the C kernel.
 
     Notes
     -----
@@ -117,14 +120,16 @@ class Table:
         *,
         tapes: bool = True,
         threads: int = 1,
-        instructions: Literal["auto", "baseline", "avx2", "avx512"] = "auto",
+        instructions: Instructions = "auto",
         native_kernel: bool | None = None,
         tick: Callable[[], object] | None = None,
         work: float = 1.0,
         moves: tuple[Reals, Reals] | None = None,
         by_length: bool = True,
+        band: int | None = None,
     ) -> None:
         self.sizes, self.slots, self.tapes = sizes, slots, tapes
+        self.band = len(sizes) if band is None else band
         forward_s = sizes.forward_s
         total = float(forward_s.sum())
         share = work * forward_s / total if total > 0 else np.zeros_like(forward_s)
@@ -142,6 +147,9 @@ class Table:
             self._moves = state.astype(np.float32), tape.astype(np.float32)
         use_native = native.available() if native_kernel is None else native_kernel
         self._native = use_native
+        if band is not None and band < len(sizes):
+            self._solve_band(band, work, threads, instructions)
+            return
         rows = None
         if by_length and not sizes.ways and inside_equal(sizes, leaf, self._moves):
             memories = PLANE * self.calls_of(slots) if use_native else slots + 1
@@ -213,6 +221,33 @@ class Table:
                 first = last
             if tick is not None:
                 tick()
+
+    def _solve_band(self, band: int, work: float, threads: int, instructions: Instructions) -> None:
+        """Take the rows of short runs over from tables of twice as many stages each."""
+        n, planes = len(self.sizes), self.calls_of(self.slots)
+        seconds, total = self.sizes.forward_s, float(self.sizes.forward_s.sum()) or 1.0
+        self._table = np.full((planes, n, band, PLANE), np.inf, np.float32)
+        self._none = np.full((n, band), MAX_SLOTS, np.int32)
+        for first in range(0, n, band):
+            stop = min(n, first + 2 * band)
+            part = Table(
+                self.sizes.part(first, stop),
+                self.slots,
+                tapes=self.tapes,
+                threads=threads,
+                instructions=instructions,
+                native_kernel=True,
+                work=work * float(seconds[first:stop].sum()) / total,
+            )
+            at = 0
+            for s in range(first, min(n, first + band)):
+                count = min(band, stop - s)
+                self._table[:, s, :count] = part._table[:, at : at + count]
+                self._none[s, :count] = part._none[at : at + count]
+                at += stop - s
+        self._chain = chain_in_core(
+            self.sizes, self.prefix, self.tapes, self._leaf, self._moves, self._again, band
+        )
 
     def solved(self) -> tuple[native.ChainStruct, Integers, Reals]:
         """Return the chain in slots, the needs to pass and the values, as the C core has them."""

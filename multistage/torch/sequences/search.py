@@ -25,10 +25,9 @@ from ...planners import Plan, plan
 from ...planners.base import BUFFERS
 from ...planners.chain.heterogeneous import plan_chain
 from ...planners.chain.joint_core import require_core
-from ...planners.chain.pieces import plan_within
+from ...planners.chain.pieces import MOST_STREAMED, plan_within
 from ...planners.streaming.interval import shortest_interval
 from ...reversing.streamed import (
-    MOST_STREAMED,
     bounded,
     largest_of,
     measured_rates,
