@@ -19,9 +19,9 @@ import optree
 from ..errors import BudgetError
 from ..model.chain import Chain
 from ..model.stages import Stage, StageCosts
-from ..states.in_place import VariedStates
-from ..states.layout import Array, Layout, bytes_of
+from ..states.layout import Array
 from ..states.sharing import own_bytes, owner
+from ..states.slots import Weighed
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -126,7 +126,7 @@ class Metered(Generic[State, Adjoint]):
     Parameters
     ----------
     chain : Chain
-    states : VariedStates or None
+    states : Weighed or None
         Those of the executor that runs it; None to time steps alone.
     clock : callable
 
@@ -141,7 +141,7 @@ class Metered(Generic[State, Adjoint]):
     def __init__(
         self,
         chain: Chain[State, Adjoint],
-        states: VariedStates | None,
+        states: Weighed[Any, Any, Any] | None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._chain, self._states, self._clock = chain, states, clock
@@ -151,12 +151,10 @@ class Metered(Generic[State, Adjoint]):
         self.seen = Seen()
         self.costs: StageCosts | None = None
         self._tape: object = None  # the one made last: what the next shares with it counts once
-        self._weights: dict[int, tuple[Layout, int]] = {}  # bytes of a layout, by its identity
 
     def begin(self, state: State) -> None:
         """Weigh state 0.  Raises LargerThanPlanned."""
         self._tape = None
-        self._weights.clear()
         self.seen.reach(0)
         self._weigh(state, 0)
 
@@ -189,13 +187,7 @@ class Metered(Generic[State, Adjoint]):
                 self._tape = tape
             seen.tape_bytes[step] = max(seen.tape_bytes[step], nbytes)
             if self.costs is not None:
-                stage = self.costs.stages[step]
-                if nbytes > stage.tape_bytes - stage.output_bytes:
-                    raise LargerThanPlanned(
-                        f"the tape of step {step} takes {nbytes} bytes besides the state after it, "
-                        f"its costs say tape_bytes={stage.tape_bytes} with output_bytes="
-                        f"{stage.output_bytes}; {_REMEDY}"
-                    )
+                _require_tape(self.costs, step, nbytes)
         return after, tape
 
     def reverse(self, tape: object, adjoint: Adjoint, step: int) -> Adjoint:
@@ -211,21 +203,37 @@ class Metered(Generic[State, Adjoint]):
     def _weigh(self, state: State, index: int) -> None:
         if self._states is None:
             return
-        assert self._states.layouts is not None
-        layout = self._states.layouts.see(state, index)
-        found = self._weights.get(id(layout))
-        if found is None:
-            found = self._weights[id(layout)] = layout, bytes_of(layout)
-        nbytes = self.seen.state_bytes[index] = found[1]
-        if self.costs is None:
-            return
-        stages = self.costs.stages
-        said = stages[index - 1].output_bytes if index else self.costs.input_bytes
-        if nbytes > said:
-            what = f"output_bytes={said} of step {index - 1}" if index else f"input_bytes={said}"
-            raise LargerThanPlanned(
-                f"state {index} takes {nbytes} bytes, its costs say {what}; {_REMEDY}"
-            )
+        nbytes = self.seen.state_bytes[index] = self._states.weigh(state, index)
+        if self.costs is not None:
+            _require_state(self.costs, index, nbytes)
+
+    def require(self, costs: StageCosts) -> None:
+        """Raise LargerThanPlanned if a state or a tape has taken more bytes than costs say.
+
+        For what is not looked at step by step, `costs` of this object being None.
+        """
+        for index, nbytes in enumerate(self.seen.state_bytes):
+            _require_state(costs, index, nbytes)
+        for step, nbytes in enumerate(self.seen.tape_bytes):
+            _require_tape(costs, step, nbytes)
+
+
+def _require_state(costs: StageCosts, index: int, nbytes: int) -> None:
+    said = costs.stages[index - 1].output_bytes if index else costs.input_bytes
+    if nbytes > said:
+        what = f"output_bytes={said} of step {index - 1}" if index else f"input_bytes={said}"
+        raise LargerThanPlanned(
+            f"state {index} takes {nbytes} bytes, its costs say {what}; {_REMEDY}"
+        )
+
+
+def _require_tape(costs: StageCosts, step: int, nbytes: int) -> None:
+    stage = costs.stages[step]
+    if nbytes > stage.tape_bytes - stage.output_bytes:
+        raise LargerThanPlanned(
+            f"the tape of step {step} takes {nbytes} bytes besides the state after it, its costs "
+            f"say tape_bytes={stage.tape_bytes} with output_bytes={stage.output_bytes}; {_REMEDY}"
+        )
 
 
 def shared_bytes(tape: object, state: object) -> int:

@@ -16,6 +16,7 @@ a tier that slows down, is full         fewer states are stored, on all
 a checkpoint lost                       it is lost on all, and run again
 a durable folder of another run         StoreError with that rank's message
 killed at any moment                    durable: resumed from the least of all
+a state larger than its StageCosts say  BudgetError, after the sweep in which it was
 another method called                   ArgumentError, both methods named
 an operator raises, Ctrl-C              the message, and the end of the program
 ======================================  ======================================
@@ -29,12 +30,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
+from zlib import crc32
 
 from ..backends.urls import Tiers, open_store, tier_names
 from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
-from ..errors import ArgumentError
+from ..errors import ArgumentError, BudgetError
 from ..measurement.chain import measure
 from ..measurement.driver import with_driver
 from ..measurement.seen import drifted
@@ -46,14 +48,15 @@ from ..model.stages import StageCosts
 from ..planners import Plan, Planner
 from ..planners.base import BUFFERS
 from ..report import Report
-from ..reversing.arguments import Arguments, Operators
+from ..reversing.arguments import Arguments, Operators, Unequals
 from ..reversing.sweeps import Sweeps
+from ..reversing.unequal import Unequal, agreeing
 from ..reversing.uniform import Uniform
-from ..states.layout import Array, Layout
+from ..states.layout import Array, Layout, bytes_of
 from ..states.slots import States
 from ..support.free_memory import default_budget_bytes
 from ..support.progress import is_shown
-from .ranks import AgreedStore, Communicator, Ranks, slowest
+from .ranks import AgreedStore, Communicator, Ranks, slowest, tightest
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -75,17 +78,15 @@ def _facts_to_agree(
     words = checked_here.keywords
     if on_error not in ("abort", "raise"):
         raise ArgumentError(f"on_error={on_error!r} must be 'abort' or 'raise'")
-    if isinstance(words["costs"], StageCosts):
-        raise ArgumentError(
-            "costs=StageCosts(...) are those of unequal steps, and MPIReversal plans "
-            "uniform ones; give Costs, or leave them out to have them measured"
-        )
     if len(tier_names(words["tiers"])) > 1:
         raise ArgumentError(
             f"{len(tier_names(words['tiers']))} slow tiers on several ranks; ranks agree on one, "
             "such as a cascade 'memory:8GiB > file:///scratch'"
         )
     given = checked_here()
+    if isinstance(given.costs, StageCosts):
+        assert given.n_steps is not None
+        agreeing(given.costs, given.chain, given.n_steps)
     same = ("n_steps", "durable_every_s", "durable_label")
     planner = words["planner"]  # what one of the user's own makes is compared later
     return {name: words[name] for name in same} | {
@@ -93,7 +94,7 @@ def _facts_to_agree(
         "on_error": on_error,
         "having a tier": bool(tier_names(words["tiers"])),
         "having a durable folder": words["durable"] is not None,
-        "having costs": words["costs"] is not None,
+        "the kind of costs": type(given.costs).__name__,
         "having a tape": not given.chain.state_is_tape,
     }
 
@@ -125,6 +126,10 @@ class _Agreed:
         self.costs = slowest(found, self._ranks.rank)
         return self.costs
 
+    def stages(self, mine: Callable[[], Unequals]) -> Unequals:
+        """Return costs of unequal steps, the room and the tier that fit every rank."""
+        return tightest(self._ranks.gather(mine))
+
     def planned(self, make: Callable[[], Plan]) -> Plan:
         """Return the plan that `make` returns; raise on all ranks unless it is the same.
 
@@ -135,6 +140,8 @@ class _Agreed:
         def figures() -> dict[str, object]:
             made.append(plan := make())
             told = (plan.planner, plan.forward_steps, plan.makespan_s, plan.parameters)
+            if plan.actions:
+                return {"the plan": f"{told} {crc32(repr(plan.actions).encode()):x}"}
             return {"the plan": str(told)}
 
         remedy = "run the same version of everything on every rank"
@@ -163,8 +170,10 @@ class MPIReversal(Generic[State, Adjoint]):
     tiers : str, Path or Store, optional
         This rank's slow tier, one only, best on a disk of its own node; all ranks have
         one, or none has.
-    costs : Costs, optional
-        Given on all ranks or on none; the slowest count.
+    costs : Costs or StageCosts, optional
+        Given on all ranks or on none; the slowest count.  StageCosts are for steps that
+        differ, as many on every rank, with the sizes of this rank's part: the plan is one
+        that fits every rank's memory.
     durable : str or Path, optional
         A folder in which every rank keeps one of its own, `rank-0007` say, in
         place of a tier: after a kill the same call resumes, on as many ranks,
@@ -189,9 +198,9 @@ class MPIReversal(Generic[State, Adjoint]):
     ----------
     plan : Plan or None
         The plan of the last sweep, the same on every rank.
-    costs : Costs or None
+    costs : Costs, StageCosts or None
         What the next sweep is planned with: the slowest rank's times, this
-        rank's bytes.
+        rank's bytes; StageCosts as given.
 
     Raises
     ------
@@ -225,7 +234,7 @@ class MPIReversal(Generic[State, Adjoint]):
         memory: Budget | int | str | None = None,
         tiers: Tiers | None = None,
         planner: str | Plan | Planner = "auto",
-        costs: Costs | None = None,
+        costs: Costs | StageCosts | None = None,
         checked: bool = False,
         progress: bool | None = None,
         on_error: Literal["abort", "raise"] = "abort",
@@ -237,6 +246,8 @@ class MPIReversal(Generic[State, Adjoint]):
         self._comm = comm
         self._ranks = ranks = comm if isinstance(comm, Ranks) else Ranks(comm)
         memory = _own_budget(memory, ranks)
+        if isinstance(costs, StageCosts) and n_steps is None:
+            n_steps = len(costs.stages)
         checked_here = partial(
             Arguments.of,
             chain,
@@ -290,14 +301,21 @@ class MPIReversal(Generic[State, Adjoint]):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the last sweep, the same on every rank."""
+        """The plan of the last sweep, the same on all ranks; if steps differ in rank 0's bytes."""
         made, (limit_bytes, buffers) = self._agreed.plan, self._limit
-        return None if made is None else made.within(limit_bytes, {BUFFERS: buffers})
+        if made is None or self._stages is not None:
+            return made
+        return made.within(limit_bytes, {BUFFERS: buffers})
 
     @property
-    def costs(self) -> Costs | None:
+    def costs(self) -> Costs | StageCosts | None:
         """What the next sweep is planned with."""
-        return self._agreed.costs
+        return self._agreed.costs if self._stages is None else self._stages
+
+    @property
+    def _stages(self) -> StageCosts | None:
+        costs: object = self._given.keywords["costs"]
+        return costs if isinstance(costs, StageCosts) else None
 
     @property
     def rank(self) -> int:
@@ -457,6 +475,7 @@ class MPIReversal(Generic[State, Adjoint]):
         with self._guarded():
             sweeps = self._prepared(state, until is not None, "forward()", sweeps=True)
             last = sweeps.forward(state, until)
+            self._require_sizes(sweeps)
         self._ready = True
         return last
 
@@ -479,6 +498,8 @@ class MPIReversal(Generic[State, Adjoint]):
         with self._guarded():
             assert self._sweeps is not None
             self._ready = self._sweeps.push(state)
+            if self._ready:
+                self._require_sizes(self._sweeps)
         return self._ready
 
     def prepare(self, state: State) -> Plan:
@@ -516,9 +537,18 @@ class MPIReversal(Generic[State, Adjoint]):
         with self._guarded():
             assert self._sweeps is not None
             result = self._sweeps.reverse(adjoint)
+            self._require_sizes(self._sweeps)
             self._report = self._sweeps.report()
             self._learn(self._sweeps, self._report.seen)
         return result
+
+    def _require_sizes(self, sweeps: Sweeps[State, Adjoint]) -> None:
+        """Raise BudgetError on all ranks if a state or tape of one was larger than its costs say.
+
+        Where steps differ.  One rank alone must not stop: others may be in its steps' exchanges.
+        """
+        if isinstance(steps := sweeps.steps, Unequal):
+            self._ranks.gather(steps.require)
 
     def _learn(self, sweeps: Sweeps[State, Adjoint], seen: Costs) -> None:
         """Note the plan of complete sweeps; plan again if the ranks have seen other costs."""
@@ -526,8 +556,8 @@ class MPIReversal(Generic[State, Adjoint]):
         agreed.plan = sweeps.plan
         if self._store is not None:
             self._store.settle()
-        if self._durable is not None:  # its folder is the run's
-            return
+        if self._durable is not None or self._stages is not None:
+            return  # its folder is the run's; given costs of steps that differ stay
         costs = agreed.costs
         assert costs is not None
         self._stale = drifted(costs, agreed.slowest(lambda: seen))
@@ -557,7 +587,7 @@ class MPIReversal(Generic[State, Adjoint]):
                 self._forget()
                 self._layout, self._agreed.costs = layout, None
             arrays: dict[str, object] = {"the number of arrays in a state": len(layout.leaves)}
-            return arrays, self._sweeps is None or self._agreed.costs is None
+            return arrays, self._sweeps is None or self.costs is None
 
         found = ranks.gather(facts, call)
         ranks.same([one for one, _ in found], "states have the same tree on every rank")
@@ -593,7 +623,7 @@ class MPIReversal(Generic[State, Adjoint]):
         """
         ranks, store, layout = self._ranks, self._store, self._layout
         assert layout is not None
-        given: Costs | None = self._given.keywords["costs"]
+        given: Any = self._given.keywords["costs"]
         budget = Budget.parse(self._given.keywords["memory"])
         if self._durable is not None:
             self._durable.attach(OrderedLayout.like(Layout.of(state)), self._n_steps, state)
@@ -602,6 +632,8 @@ class MPIReversal(Generic[State, Adjoint]):
         buffers = 0 if store is None else store.buffer_bytes(layout)
         slots = min(ranks.gather(lambda: budget.slots_for(layout.nbytes, buffers)))
         self._limit = budget.bytes, buffers
+        if self._stages is not None:
+            return self._planned_stages(state, self._stages)
         # Where one rank's states are new, the costs of all are.
         if not all(ranks.gather(lambda: self._agreed.costs is not None)):
             self._agreed.costs = None
@@ -622,6 +654,24 @@ class MPIReversal(Generic[State, Adjoint]):
         if self._n_steps is not None and self._agreed.costs is not None:
             self._agreed.planned(partial(made.prepare, state))
         return made
+
+    def _planned_stages(self, state: State, costs: StageCosts) -> Sweeps[State, Adjoint]:
+        """Plan for steps that differ: by costs that fit every rank."""
+        found: list[Sweeps[State, Adjoint]] = []
+
+        def made() -> None:
+            assert self._layout is not None
+            if (nbytes := bytes_of(self._layout)) > costs.input_bytes:
+                raise BudgetError(
+                    f"state 0 takes {nbytes} bytes, its costs say input_bytes={costs.input_bytes}; "
+                    "give the sizes as they are"
+                )
+            arguments = self._given(tiers=self._store, agreement=self._agreed, probed=self._probed)
+            found.append(Sweeps(arguments, self._progress))
+
+        self._ranks.gather(made)
+        self._agreed.plan = found[0].prepare(state)
+        return found[0]
 
     def _measure(self, state: State, layout: Layout, most: int) -> None:
         """Measure costs: steps in step with the others, this rank's tier by itself."""

@@ -33,8 +33,8 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -45,6 +45,8 @@ from ..backends.base import CheckpointLost, Store
 from ..backends.wrapper import WrapperStore
 from ..errors import ArgumentError, MultistageError
 from ..model.costs import Costs
+from ..model.stages import Stage, StageCosts
+from ..reversing.arguments import Unequals
 from ..states.layout import Array, Layout
 
 if TYPE_CHECKING:
@@ -125,7 +127,10 @@ class Ranks:
         try:
             result = work()
         except MultistageError as error:
-            cause, mine = error, (type(error).__name__, str(error))
+            kind = next(
+                each.__name__ for each in type(error).__mro__ if hasattr(errors, each.__name__)
+            )
+            cause, mine = error, (kind, str(error))
         found: list[tuple[str, tuple[str, str] | None, T]]
         found = self._own.allgather((call, mine, result))
         for rank, (other, _, _) in enumerate(found):
@@ -293,6 +298,67 @@ def slowest(costs: Sequence[Costs], rank: int) -> Costs:
         tape_bytes=sized.tape_bytes,
         tiers=tuple(tiers),
         action_s=max(one.action_s for one in costs),
+    )
+
+
+def tightest(found: Sequence[Unequals]) -> Unequals:
+    """Return costs of unequal steps, room and tier by which a plan fits every rank.
+
+    The largest times, and sizes as parts of the room of the rank where they are the largest
+    parts; in bytes of rank 0.  All ranks have as many stages, and a tier or none.
+
+    Examples
+    --------
+    >>> from multistage.model.stages import Stage
+    >>> ranks = [(StageCosts((Stage("a", 1.0, 2.0, n, n),), n), room, None)
+    ...          for n, room in ((10, 100), (90, 300))]
+    >>> costs, room, _ = tightest(ranks)
+    >>> costs.stages[0].output_bytes, room
+    (30, 100)
+    """
+    _, room, tier = found[0]
+    rooms = [own for _, own, _ in found]
+
+    def size(values: Iterable[int]) -> int:
+        return max(-(-value * room // own) for value, own in zip(values, rooms, strict=True))
+
+    def stage(same: tuple[Stage, ...]) -> Stage:
+        agreed: dict[str, Any] = {
+            field.name: (size if field.name.endswith("_bytes") else max)(
+                getattr(one, field.name) for one in same
+            )
+            for field in fields(Stage)
+            if field.name.endswith(("_bytes", "_s"))
+        }
+        return Stage(name=same[0].name, **agreed)
+
+    costs = [one.whole for one, _, _ in found]
+    agreed = StageCosts(
+        tuple(map(stage, zip(*(one.stages for one in costs), strict=True))),
+        size(one.input_bytes for one in costs),
+        size(one.input_gradient_bytes for one in costs),
+    )
+    tiers = [own for _, _, own in found if own is not None]
+    if tier is None:
+        return agreed, room, None
+    scales = [room / own for own in rooms]
+    capacities = [
+        int(each.capacity_bytes * scale)
+        for each, scale in zip(tiers, scales, strict=True)
+        if each.capacity_bytes is not None
+    ]
+    rates = {
+        name: min(getattr(t, name) * scale for t, scale in zip(tiers, scales, strict=True))
+        for name in ("write_bytes_per_s", "read_bytes_per_s")
+    }
+    times = {
+        name: max(getattr(t, name) for t in tiers)
+        for name in ("write_s", "read_s", "write_overhead_s", "read_overhead_s")
+    }
+    return (
+        agreed,
+        room,
+        replace(tier, capacity_bytes=min(capacities, default=None), **rates, **times),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeAlias, TypeVar
 
 from ..backends.base import Store, require_distinct
 from ..backends.urls import Tiers, open_store, tier_names
@@ -21,6 +21,7 @@ from ..model.budget import Budget
 from ..model.chain import Chain, FunctionChain
 from ..model.costs import NOT_KEPT, Costs
 from ..model.stages import StageCosts
+from ..model.tier import Tier
 from ..planners import PLANNERS, Plan, Planner
 from ..planners.base import require_steps
 from ..states.in_place import ArrayStates
@@ -33,6 +34,10 @@ from .watching import Checked
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
+
+
+# What unequal steps are planned with: costs, bytes for what is kept, the tier.
+Unequals: TypeAlias = tuple[StageCosts, int, Tier | None]
 
 
 class Agreement(Protocol):
@@ -56,6 +61,13 @@ class Agreement(Protocol):
         """Return the costs that all ranks plan with, after those that each has seen.
 
         What `mine` raises on one rank is raised on all.
+        """
+        ...
+
+    def stages(self, mine: Callable[[], Unequals], /) -> Unequals:
+        """Return costs of unequal steps, the room and the tier that fit every rank.
+
+        `mine` returns those of this rank; what it raises on one rank is raised on all.
         """
         ...
 
@@ -351,10 +363,14 @@ def _require_stages_alone(planner: object, durable: object, states: object) -> N
         raise ArgumentError(
             f"planner={shown(planner)} plans uniform steps; with costs=StageCosts(...) leave it out"
         )
-    if durable is not None or states is not None:
-        which = "durable" if durable is not None else "states"
+    if durable is not None:
         raise ArgumentError(
-            f"costs=StageCosts(...) does not go with {which}=, which takes uniform steps only; "
+            "costs=StageCosts(...) does not go with durable=, whose records have one size; give "
+            "Costs there, and pad the arrays of states that differ in size"
+        )
+    if states is not None and not callable(getattr(states, "weigh", None)):
+        raise ArgumentError(
+            "costs=StageCosts(...) does not go with states= that do not weigh() each state; "
             "give Costs there"
         )
 

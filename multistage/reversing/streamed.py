@@ -29,9 +29,12 @@ def probe_bytes(costs: StageCosts) -> int:
     return min(largest_of(costs).nbytes, _PROBE_BYTES)
 
 
-def measured_rates(store: Store, nbytes: int) -> Tier:
-    """Return how fast a store moves states of so many bytes; it is opened and closed."""
-    found = probe_store(store, Layout.up_to(nbytes), seconds=_PROBE_S)
+def measured_rates(store: Store, nbytes: int, at_once: int = 1) -> Tier:
+    """Return how fast a store moves states of so many bytes; it is opened and closed.
+
+    `at_once` processes measure theirs at the same time.
+    """
+    found = probe_store(store, Layout.up_to(nbytes), seconds=_PROBE_S, at_once=at_once)
     if not found.write_s or not found.read_s:
         raise StoreError(
             f"tier {store.name!r} took not one state of {nbytes} bytes; raise its capacity or "

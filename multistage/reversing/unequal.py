@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Generic, Self, TypeVar
+from functools import partial
+from typing import Any, Generic, Self, TypeVar
 
 from .. import native
 from ..actions import Action, Put, Schedule
@@ -41,8 +42,9 @@ from ..schedule.rules import Rules
 from ..schedule.timeline import Timeline
 from ..states.in_place import VariedStates
 from ..states.layout import Layout
+from ..states.slots import Weighed
 from ..support.progress import Bars
-from .arguments import Arguments, one_tape
+from .arguments import Arguments, Unequals, one_tape
 from .opened import OpenStores
 from .streamed import (
     bounded,
@@ -113,7 +115,10 @@ class Unequal(Generic[State, Adjoint]):
 
     def __init__(self, given: Arguments[State, Adjoint], opened: OpenStores, bars: Bars) -> None:
         chain = given.chain
-        self.states = VariedStates(chain.in_place)
+        own: Any = given.states
+        self.states: Weighed[State, Any, Any] = (
+            own if hasattr(own, "weigh") else VariedStates(chain.in_place)
+        )
         self.metered = Metered(chain, self.states)
         self.plan: Plan | None = None
         self.stale = False
@@ -121,6 +126,8 @@ class Unequal(Generic[State, Adjoint]):
         self.late: Late | None = None
         self._opened, self._bars, self._checked = opened, bars, given.checked
         self._store: Store | None = given.first_store
+        self._probed = given.probed[0] if given.probed else None
+        self._agreement = given.agreement
         self._rates: Tier | None = None
         self._first_rates: Tier | None = None
         self._left_out = leaving_out()
@@ -202,7 +209,9 @@ class Unequal(Generic[State, Adjoint]):
     def _begin(self, state: State) -> None:
         """Weigh state 0; plan the next sweep if its costs are known."""
         self.states.layout(state)
-        self.metered.seen, self.metered.costs = Seen(), self.costs
+        self.metered.seen = Seen()
+        # Ranks look at sizes together, once all steps have run: none may stop alone.
+        self.metered.costs = self.costs if self._agreement is None else None
         try:
             self.metered.begin(state)
         except LargerThanPlanned:
@@ -218,15 +227,33 @@ class Unequal(Generic[State, Adjoint]):
         self.costs = costs
         self._make_plan(costs)
 
+    def require(self) -> None:
+        """Raise LargerThanPlanned if a state or tape of the sweep was larger than its costs say."""
+        assert self.costs is not None
+        self.metered.require(self.costs)
+
+    def _given_costs(self, costs: StageCosts) -> Unequals:
+        """Return costs with the room for what is kept, and the tier, measured if it was not."""
+        room, store = self._room(costs), self._store
+        if store is None:
+            return costs, room, None
+        require_room(store, costs)
+        if self._rates is None:
+            assert self._probed is not None
+            self._rates = self._first_rates = measured_rates(
+                self._probed,
+                probe_bytes(costs),
+                1 if self._agreement is None else self._agreement.size,
+            )
+        return costs, room, bounded(self._rates, store, costs)
+
     def _make_plan(self, costs: StageCosts) -> None:
-        room, store, rates = self._room(costs), self._store, None
-        if store is not None:
-            require_room(store, costs)
-            if self._rates is None:
-                self._rates = self._first_rates = measured_rates(store, probe_bytes(costs))
-            rates = bounded(self._rates, store, costs)
-        self.plan, self.stale = chain_plan(costs, room, self._planner, rates), False
-        if (limit := self._budget.bytes) is not None:
+        store, agreement = self._store, self._agreement
+        mine = partial(self._given_costs, costs)
+        costs, room, rates = mine() if agreement is None else agreement.stages(mine)
+        make = partial(chain_plan, costs, room, self._planner, rates)
+        self.plan, self.stale = make() if agreement is None else agreement.planned(make), False
+        if agreement is None and (limit := self._budget.bytes) is not None:
             assert self.plan.memory_bytes is not None
             more = self.plan.memory_bytes - room
             self.plan = self.plan.within(limit, {BUFFERS: limit - room, BESIDE: -more})
@@ -236,7 +263,8 @@ class Unequal(Generic[State, Adjoint]):
             # All may be waiting: a plan counts on no write but that of what it evicts.
             store.queue_depth = max(store.queue_depth, written)
             self.tier = store
-            if len(costs.stages) <= MOST_STREAMED:  # else the table of what is left is too large
+            # Of more steps the table of what is left is too large; ranks have clocks of their own.
+            if len(costs.stages) <= MOST_STREAMED and agreement is None:
                 self.late = Late(Stages(self.plan, inside=False))
 
     def forget(self) -> None:
@@ -323,6 +351,8 @@ class Unequal(Generic[State, Adjoint]):
     def _learn(self, n_steps: int, timeline: Timeline) -> StageCosts:
         """Return what the sweep that has ended has shown; plan the next one by it."""
         seen = self.metered.seen.costs(n_steps, self._chain)
+        if self._agreement is not None:
+            return seen  # each rank has seen other times
         if self._rates is not None:
             rates = self._rates if self.tier is None else seen_rates(self._rates, timeline)
             is_late = self.late is not None and bool(self.late.why)

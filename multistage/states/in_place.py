@@ -12,7 +12,7 @@ import numpy as np
 import optree
 
 from ..errors import StateError
-from .layout import Array, Layout, Layouts, ordered_as, put_in_order, same_order
+from .layout import Array, Layout, Layouts, bytes_of, ordered_as, put_in_order, same_order
 from .references import References, VariedReferences, keep_tape
 from .sharing import (
     KEPT,
@@ -534,10 +534,20 @@ class VariedStates:
     def __init__(self, in_place: bool) -> None:
         self._in_place = in_place
         self.layouts: Layouts | None = None
+        self._weights: dict[int, tuple[Layout, int]] = {}  # bytes of a layout, by its identity
 
     def layout(self, state: object) -> Layouts:
         self.layouts = Layouts(state, self._in_place)
+        self._weights.clear()
         return self.layouts
+
+    def weigh(self, state: object, step: int) -> int:
+        assert self.layouts is not None
+        layout = self.layouts.see(state, step)
+        found = self._weights.get(id(layout))
+        if found is None:
+            found = self._weights[id(layout)] = layout, bytes_of(layout)
+        return found[1]
 
     def slots(self, layout: Layouts) -> VariedInPlace | VariedReferences:
         return VariedInPlace(layout) if self._in_place else VariedReferences(layout)

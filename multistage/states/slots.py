@@ -146,6 +146,14 @@ class States(Protocol[State, ArrayT, LayoutT]):
         ...
 
 
+class Weighed(States[State, ArrayT, LayoutT], Protocol):
+    """States that differ from step to step."""
+
+    def weigh(self, state: State, step: int) -> int:
+        """Return the bytes of the live state `step`.  Raises StateError."""
+        ...
+
+
 class Slots(Protocol[State, ArrayT]):
     """Keeps states of one layout, and tapes beside them.
 

@@ -372,6 +372,7 @@ class NoDisk(MemoryStore):
 
 
 UNEQUAL = StageCosts(tuple(Stage(f"{i}", 1.0, 2.0, 80, 80) for i in range(N)), 80)
+SHORT = StageCosts(UNEQUAL.stages[1:], 80)
 
 
 @pytest.mark.parametrize(
@@ -380,13 +381,19 @@ UNEQUAL = StageCosts(tuple(Stage(f"{i}", 1.0, 2.0, 80, 80) for i in range(N)), 8
         (lambda rank: {"n": 40 + rank}, ArgumentError, "n_steps: 40 on rank 0, 41 on rank 1"),
         (lambda k: {"planner": "auto" if k else "revolve"}, ArgumentError, "planner: 'revolve' on"),
         (lambda rank: {"tiers": "memory:" if rank else None}, ArgumentError, "having a tier"),
-        (lambda rank: {"costs": COSTS if rank else None}, ArgumentError, "having costs"),
+        (lambda rank: {"costs": COSTS if rank else None}, ArgumentError, "the kind of costs"),
         ({"n": 0}, ArgumentError, "rank 1: n_steps=0"),
         ({"planner": "best"}, ArgumentError, "rank 1: planner 'best' is not known"),
         ({"memory": "0 slots"}, BudgetError, "rank 1: 0 slots"),
         ({"tiers": "file:/nowhere/at/all"}, StoreError, "rank 1: folder '/nowhere/at/all'"),
         ({"on_error": "ignore"}, ArgumentError, "rank 1: on_error='ignore'"),
-        (lambda rank: {"costs": UNEQUAL}, ArgumentError, "MPIReversal plans uniform ones"),
+        (lambda rank: {"costs": UNEQUAL if rank else COSTS}, ArgumentError, "the kind of costs"),
+        (
+            lambda rank: {"costs": UNEQUAL if rank else SHORT, "n": None},
+            ArgumentError,
+            "n_steps: 39 on rank 0, 40 on rank 1",
+        ),
+        ({"costs": SHORT}, ArgumentError, "rank 1: costs have 39 stages"),
     ],
 )
 def test_arguments_refused_on_all_ranks(options: Any, kind: type[Exception], said: str) -> None:

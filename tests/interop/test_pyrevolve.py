@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import inspect
+import random
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from multistage.errors import ArgumentError, BudgetError, StateError, StoreError
 from multistage.interop import pyrevolve as ours
 from multistage.interop.pyrevolve import compression, storage
 from multistage.model.costs import Costs
+from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
 from multistage.planners.single.binomial import nu
 from multistage.reversing import uniform
@@ -517,6 +520,106 @@ def test_arrays_of_another_precision_are_not_rounded() -> None:
         problem.reset()
         assert np.array_equal(problem.gradient(revolver), EXACT)
     assert revolver.report().plan.costs.state_bytes == 2 * problem.nbytes
+
+
+class Meshes:
+    """Operators on a mesh that has another number of points, and dtype, after each time step."""
+
+    dtype, size = np.float64, 40
+
+    def __init__(self, seed: int, nt: int = 24) -> None:
+        draw = random.Random(seed)
+        self.points = [draw.randint(1, 40) for _ in range(nt + 1)]
+        self.dtypes = [draw.choice([np.float32, np.float64]) for _ in range(nt + 1)]
+        self.start()
+        self.seconds = [draw.uniform(1, 9) for _ in range(nt)]
+
+    def start(self) -> None:
+        self.u = np.sin(np.arange(self.points[0]) + 1.0).astype(self.dtypes[0])
+        self.total = np.ones(self.points[-1])
+
+    def costs(self, less: int = 0) -> StageCosts:
+        sizes = [n * np.dtype(d).itemsize for n, d in zip(self.points, self.dtypes, strict=True)]
+        stages = [
+            Stage(f"{i}", s, 2 * s, size - less, size - less, 0)
+            for i, (s, size) in enumerate(zip(self.seconds, sizes[1:], strict=True))
+        ]
+        return StageCosts(tuple(stages), sizes[0])
+
+    def get_data(self, timestep: int) -> list[Any]:
+        assert len(self.u) == self.points[timestep]
+        return [self.u]
+
+    def get_data_location(self, timestep: int) -> list[Any]:
+        self.u = np.empty(self.points[timestep], self.dtypes[timestep])
+        return [self.u]
+
+    def forward(self, t_start: int, t_end: int) -> None:
+        for i in range(t_start, t_end):
+            self.before = self.u
+            made = np.cos(np.resize(self.u, self.points[i + 1]) + i)
+            self.u = made.astype(self.dtypes[i + 1])
+
+    def backward(self, t_start: int, t_end: int) -> None:
+        assert t_end == t_start + 1
+        assert len(self.before) == self.points[t_start]
+        self.total = np.resize(self.total, self.points[t_start]) * np.sin(self.before) + t_start
+
+    def revolver(self, **options: Any) -> ours.Revolver:
+        forward, backward = (
+            SimpleNamespace(apply=self.forward),
+            SimpleNamespace(apply=self.backward),
+        )
+        return ours.Revolver(self, forward, backward, options.pop("n", None), 24, **options)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_checkpoints_of_unequal_size(seed: int) -> None:
+    meshes = Meshes(seed)
+    kept: list[Any] = []
+    for i in range(24):
+        kept.append(meshes.u)
+        meshes.forward(i, i + 1)
+    for i in reversed(range(24)):
+        meshes.before = kept[i]
+        meshes.backward(i, i + 1)
+    expected = meshes.total.tobytes()
+    options: dict[str, Any] = {"memory": 900} if seed % 2 else {"n": 3}
+    with meshes.revolver(costs=meshes.costs(), **options) as revolver:
+        for _ in range(2):
+            meshes.start()
+            revolver.apply_forward()
+            revolver.apply_reverse()
+            assert meshes.total.tobytes() == expected
+        counts = revolver.report().counts
+        assert (
+            counts.forward_steps + 24 == revolver.plan.forward_steps
+        )  # those before adjoints, too
+
+
+def test_checkpoints_of_unequal_size_need_their_costs_and_fast_memory() -> None:
+    meshes = Meshes(1)
+    revolver = meshes.revolver(memory="3 slots")
+    with revolver, pytest.raises(StateError, match="unless costs=StageCosts"):
+        revolver.apply_forward()
+    with pytest.raises(ArgumentError, match="not streamed to a tier"):
+        meshes.revolver(costs=meshes.costs(), memory="3 slots", tiers="memory:")
+    meshes.start()
+    revolver = meshes.revolver(costs=meshes.costs(4), memory="3 slots")
+    with revolver, pytest.raises(BudgetError, match=r"state 1 takes \d+ bytes, its costs say"):
+        revolver.apply_forward()
+
+
+def test_a_location_of_another_size_is_named() -> None:
+    class Wrong(Meshes):
+        def get_data_location(self, timestep: int) -> list[Any]:
+            return [np.empty(41)]
+
+    meshes = Wrong(2)
+    with meshes.revolver(costs=meshes.costs(), memory="3 slots") as revolver:
+        revolver.apply_forward()
+        with pytest.raises(StateError, match=r"get_data_location\(\d+\) returned arrays \(41,\)"):
+            revolver.apply_reverse()
 
 
 def test_arrays_that_change_are_named() -> None:

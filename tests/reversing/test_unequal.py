@@ -471,7 +471,7 @@ def test_states_travel_where_steps_are_too_many_for_one_table(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = Tier.of_rates(30.0, 60.0, tapes=False)  # of some states of 90 bytes in steps of 10 s
-    monkeypatch.setattr(unequal, "measured_rates", lambda store, nbytes: rates)
+    monkeypatch.setattr(unequal, "measured_rates", lambda *_: rates)
     case = Case(4, kind, MOST_STREAMED + 30, scale=3)
     store = MemoryStore(buffer_bytes=0)
     run = Reversal(case.chain(), costs=case.costs, memory="3 slots", tiers=store, checked=True)
@@ -492,7 +492,7 @@ def test_a_fault_at_any_transfer_costs_time_only(
 ) -> None:
     # Transfers are numbered again where a plan is: one plan, whatever the machine is busy with.
     fast = Tier.of_rates(1e12, 1e12, tapes=False)
-    monkeypatch.setattr(unequal, "measured_rates", lambda store, nbytes: fast)
+    monkeypatch.setattr(unequal, "measured_rates", lambda *_: fast)
     monkeypatch.setattr(unequal, "seen_rates", lambda rates, timeline: rates)
     case = Case(5, kind, 12)
     answer, costs, noticed = case.store_all(), case.costs, 0

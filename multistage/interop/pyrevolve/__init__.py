@@ -40,6 +40,7 @@ from ...backends.urls import Tiers
 from ...errors import ArgumentError
 from ...model.budget import Budget
 from ...model.costs import Costs
+from ...model.stages import StageCosts
 from ...planners import Plan, Planner
 from ..ranks import Communicator
 from . import compression, revolvers, storage
@@ -74,7 +75,7 @@ def install(
     memory: Budget | int | str | None = None,
     tiers: Tiers | None = None,
     planner: str | Plan | Planner | None = None,
-    costs: Costs | None = None,
+    costs: Costs | StageCosts | None = None,
     progress: bool | None = None,
     comm: Communicator | None = None,
 ) -> None:

@@ -163,6 +163,8 @@ class OperatorStates:
         Counts what copies take.
     restored : bool
         Whether any state is ever restored; if not, none is looked at.
+    varied : bool
+        Whether the arrays of other steps may have other shapes and dtypes.
     """
 
     def __init__(
@@ -172,8 +174,9 @@ class OperatorStates:
         profiler: Profiler | None = None,
         *,
         restored: bool = True,
+        varied: bool = False,
     ) -> None:
-        self.checkpoint, self.profiler = checkpoint, profiler
+        self.checkpoint, self.profiler, self.varied = checkpoint, profiler, varied
         self._compression = compression
         self._restored = restored
         self.begin()
@@ -182,7 +185,7 @@ class OperatorStates:
         """Look at the arrays again: another sweep begins."""
         self._first: list[Array] | None = None
         # The arrays of two steps so far apart are known to be the same; 0: nothing is known.
-        self._period = _period(self.checkpoint)
+        self._period = 0 if self.varied else _period(self.checkpoint)
         self._rotating: dict[int, list[Array]] = {}  # step modulo period -> arrays
 
     def layout(self, state: object) -> Layout:
@@ -195,6 +198,10 @@ class OperatorStates:
         if self._compression is None:
             return _Snapshots(layout, self)
         return _Compressed(layout, self, self._compression)
+
+    def weigh(self, state: object, step: int) -> int:
+        found = _checked(self.checkpoint.get_data(step), f"get_data({step})")
+        return sum(array.nbytes for array in found)
 
     def arrays(self, step: int, layout: Layout, *, into: bool) -> list[Array]:
         """Return the arrays that hold state `step`, or those to copy it into."""
@@ -213,12 +220,11 @@ class OperatorStates:
                 first, self._first = self._first, None  # it was looked at just now
             arrays = first or _checked(self.checkpoint.get_data(step), said)
         kinds = [(array.shape, array.dtype) for array in arrays]
-        if kinds != [(leaf.shape, leaf.dtype) for leaf in layout.leaves]:
+        if not self.varied and kinds != [(leaf.shape, leaf.dtype) for leaf in layout.leaves]:
             wanted = ", ".join(f"{leaf.shape} {leaf.dtype}" for leaf in layout.leaves)
-            found = ", ".join(f"{shape} {dtype}" for shape, dtype in kinds)
             raise StateError(
-                f"{said} returned arrays {found}, get_data(0) {wanted}; "
-                "every state must have the arrays of the first"
+                f"{said} returned arrays {_kinds(arrays)}, get_data(0) {wanted}; every state must "
+                "have the arrays of the first, unless costs=StageCosts(...) are given"
             )
         if self._period:
             self._rotating[step % self._period] = arrays
@@ -265,24 +271,42 @@ def devito_checkpoint() -> type | None:
     return found
 
 
+def _kinds(arrays: Iterable[Array]) -> str:
+    return ", ".join(f"{array.shape} {array.dtype}" for array in arrays)
+
+
 class _Snapshots(Copies):
     """Fast slots that copy from and into the operators' arrays."""
 
     def __init__(self, layout: Layout, states: OperatorStates) -> None:
         super().__init__(layout)
-        self._arrays = states.arrays
+        self._arrays, self._varied = states.arrays, states.varied
+        self._kept: dict[int, str] = {}  # of varied states, what their arrays are
         if (profiler := states.profiler) is not None:
             self._copied = profiler.timed(self._copied, "copy_save", "storage")  # type: ignore[method-assign]
             self._put_back = profiler.timed(self._put_back, "copy_load", "storage")  # type: ignore[method-assign]
 
     def load(self, kept: Kept, live: State) -> State:
         assert isinstance(kept.state, int)
-        self._put_back(self._arrays(kept.state, self._layout, into=True), kept.arrays)
+        targets = self._arrays(kept.state, self._layout, into=True)
+        if self._varied and (found := _kinds(targets)) != self._kept.get(kept.state):
+            raise StateError(
+                f"get_data_location({kept.state}) returned arrays {found}, its checkpoint has "
+                f"{self._kept.get(kept.state)}; a state must have the same arrays each time"
+            )
+        self._put_back(targets, kept.arrays)
         return live
 
     def _live(self, state: object, where: int | str) -> list[Array]:
         assert isinstance(where, int)
-        return self._arrays(where, self._layout, into=False)
+        arrays = self._arrays(where, self._layout, into=False)
+        if self._varied:
+            self._kept[where] = _kinds(arrays)
+        return arrays
+
+    def _recycle(self, kept: Kept) -> None:
+        if not self._varied:  # else the room of one state need not hold the next
+            super()._recycle(kept)
 
     def _put_back(self, targets: list[Array], kept: Sequence[Any]) -> None:
         for target, array in zip(targets, kept, strict=True):

@@ -16,6 +16,7 @@ from ...backends.urls import Tiers
 from ...errors import ArgumentError
 from ...model.budget import Budget
 from ...model.costs import NOT_KEPT, Costs
+from ...model.stages import StageCosts
 from ...model.tier import Tier
 from ...planners import PLANNERS, Plan, Planner
 from ...planners.base import require_steps
@@ -54,7 +55,7 @@ class Options:
     memory: Budget | int | str | None = None
     tiers: Tiers | None = None
     planner: str | Plan | Planner | None = None
-    costs: Costs | None = None
+    costs: Costs | StageCosts | None = None
     progress: bool | None = None
     comm: Communicator | None = None
 
@@ -130,7 +131,7 @@ class BaseRevolver:
         memory: Budget | int | str,
         tiers: Tiers | None,
         planner: str | Plan | Planner,
-        costs: Costs | None = None,
+        costs: Costs | StageCosts | None = None,
         compression: Compression | None = None,
         progress: bool | None = None,
         assumed: tuple[float, float] | None = None,
@@ -157,11 +158,15 @@ class BaseRevolver:
                 return own(replace(in_steps, state_bytes=costs.state_bytes), slots, n_steps)
 
             self._first_plan = partial(own, costs, memory.slots, self.n_timesteps)
-        elif costs is not None and costs.tape_bytes < NOT_KEPT:
+        elif isinstance(costs, Costs) and costs.tape_bytes < NOT_KEPT:
             costs = replace(costs, tape_bytes=NOT_KEPT)  # of these operators one tape exists
         restored = self.n_timesteps > 1 or assumed is None  # measuring puts state 0 back
         self._states = OperatorStates(
-            self.checkpoint, compression, self.profiler, restored=restored
+            self.checkpoint,
+            compression,
+            self.profiler,
+            restored=restored,
+            varied=isinstance(costs, StageCosts),
         )
         decides = tiers is not None or assumed is None
         ranks = ranks_of(self.checkpoint, self._comm, decides=decides)
@@ -322,9 +327,11 @@ class SingleLevelRevolver(BaseRevolver):
         Slow tiers such as `"file:///scratch"`, to which states are streamed.
     planner : str, Plan or callable, optional
         As for `multistage.Reversal`; `"auto"` if another of these options is given.
-    costs : Costs, optional
+    costs : Costs or StageCosts, optional
         Assumed costs, such as `report().seen` of a revolver before; where any of
         these options is given without them, the first steps of the sweep are timed.
+        StageCosts are for time steps that differ in cost, or in the arrays of their
+        checkpoints: one Stage for each time step; in memory only.
     progress : bool or None
         Show progress bars; None: on a terminal or in a notebook.
     comm : mpi4py.MPI.Comm, optional
@@ -352,7 +359,7 @@ class SingleLevelRevolver(BaseRevolver):
         memory: Budget | int | str | None = None,
         tiers: Tiers | None = None,
         planner: str | Plan | Planner | None = None,
-        costs: Costs | None = None,
+        costs: Costs | StageCosts | None = None,
         progress: bool | None = None,
         comm: Communicator | None = None,
     ) -> None:
@@ -431,7 +438,7 @@ class DiskRevolver(SingleLevelRevolver):
         memory: Budget | int | str | None = None,
         tiers: Tiers | None = None,
         planner: str | Plan | Planner | None = None,
-        costs: Costs | None = None,
+        costs: Costs | StageCosts | None = None,
         progress: bool | None = None,
         comm: Communicator | None = None,
     ) -> None:
