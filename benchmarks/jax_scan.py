@@ -3,7 +3,8 @@
 Two loops: a GRU on 16 characters (states of 8 KiB), and a wave on 512 x 512 points (states of
 2 MiB).  Every run is a process of its own, its gradient compared with that of
 `jax.lax.scan` under `jax.checkpoint`, in blocks of about the root of the number of steps
-(`sqrt`); `plain` is `jax.lax.scan`, which keeps all residuals, and `equinox` its
+(`sqrt`); `eager` is `multistage.jax.scan` outside of `jit`, `plain` is `jax.lax.scan`, which keeps
+all residuals, and `equinox` its
 checkpointed loop with the same memory, where it is installed.  Time is that of the processor, the
 threads of the tier included, and the least of some runs; memory is the most that a run holds
 beyond what the process held before it, over the budget.
@@ -33,7 +34,7 @@ from benchmarks._common import child, finish, held_kib, options, reset_peak
 BUDGETS = {"gru": 12 << 20, "wave": 48 << 20}
 STEPS = {"gru": (10_000, 100_000), "wave": (8_000, 16_000)}
 QUICK_STEPS = {"gru": (2_000, 10_000), "wave": (200, 800)}
-METHODS = ("sqrt", "ours", "equinox", "plain")
+METHODS = ("sqrt", "ours", "eager", "equinox", "plain")
 REPEATS = 3
 LONG_STEPS = 1_000_000
 SOLVE_STEPS, QUICK_SOLVE_STEPS = 10_000, 1_000
@@ -131,7 +132,7 @@ def loss(method: str, name: str, steps: int, folder: str) -> tuple[Callable[...,
         )[2]
 
     found: Callable[..., Any] = {
-        "ours": ours, "plain": plain, "sqrt": sqrt, "equinox": equinox
+        "ours": ours, "eager": ours, "plain": plain, "sqrt": sqrt, "equinox": equinox
     }[method]  # fmt: skip
     return found, parameters
 
@@ -146,8 +147,8 @@ def measured(task: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="jax-scan-", dir=".") as folder:
         steps = task["steps"]
         function, parameters = loss(task["method"], task["problem"], steps, folder)
-        run = jax.jit(jax.value_and_grad(function))
-        compiled = run.lower(parameters).compile()
+        run = jax.value_and_grad(function)
+        compiled = jax.jit(run).lower(parameters).compile() if task["method"] != "eager" else run
         few, _ = loss("plain", task["problem"], 4, folder)
         jax.block_until_ready(jax.jit(jax.grad(few))(parameters))  # what any program takes
         held = held_kib("VmRSS")
@@ -163,7 +164,7 @@ def measured(task: dict[str, Any]) -> dict[str, Any]:
             "peak_bytes": 1024 * (held_kib("VmHWM") - held),
             "loss": float(value),
             "gradient": [float(abs(leaf).sum()) for leaf in jax.tree.leaves(gradient)],
-            "report": str(mjax.last_report()) if task["method"] == "ours" else "",
+            "report": str(mjax.last_report()) if task["method"] in ("ours", "eager") else "",
         }
 
 
@@ -363,10 +364,12 @@ def main() -> None:
         found["longer"] = child("benchmarks.jax_scan", task, ENVIRONMENT)
         samples[name], ours = found, found["ours"]
         for method in methods:
-            if method != "ours" and method in found:
+            if method not in ("ours", "eager") and method in found:
                 other = found[method]["us_per_step"]
                 ratios[f"{name}_over_{method}"] = ours["us_per_step"] / other
+                ratios[f"{name}_eager_over_{method}"] = found["eager"]["us_per_step"] / other
         ratios[f"{name}_peak_over_budget"] = ours["peak_bytes"] / BUDGETS[name]
+        ratios[f"{name}_eager_peak_over_budget"] = found["eager"]["peak_bytes"] / BUDGETS[name]
         ratios[f"{name}_sqrt_peak_over_budget"] = found["sqrt"]["peak_bytes"] / BUDGETS[name]
         us, longer_us = (found[which]["mean_us_per_step"] for which in ("ours", "longer"))
         ratios[f"{name}_time_growth"] = longer_us / us

@@ -17,7 +17,7 @@ Examples
 from typing import TYPE_CHECKING
 
 from .handlers import LoopReport, clear, last_report
-from .loop import scan
+from .scanning import scan
 
 if TYPE_CHECKING:
     from .solving import MultistageAdjoint

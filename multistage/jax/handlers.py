@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from jax.interpreters import mlir
 from .. import native
 from ..backends.urls import TierName, TierUrl, open_store
 from ..errors import ArgumentError
+from ..report import Report
 from ..support.units import format_bytes, format_seconds
 
 _SECOND_NS = 1e-9
@@ -100,19 +101,45 @@ class LoopReport:
         )
 
 
-def last_report() -> LoopReport:
+# Of the loop that was last run from Python, with the number of the last run in a program by then.
+_driven: list[tuple[Callable[[], Report], int]] = []
+
+
+def remember(report: Callable[[], Report]) -> None:
+    """Let `last_report` return this report, until a loop in a program ends."""
+    _driven[:] = [(report, _last_seen().run)]
+
+
+def _last_seen() -> Any:
+    """Return what the loop in a program did that ended last; its number is 0 if none has."""
+    found = Seen()
+    if native.LIBRARY is not None:
+        native.LIBRARY.ms_loop_report(ctypes.byref(found))
+    return found
+
+
+def last_report() -> LoopReport | Report:
     """Return what the loop that ended last did, in this process.
 
     A run ends with its reverse sweep.  JAX runs programs in the background: call
     `jax.block_until_ready` on a result first.
+
+    Returns
+    -------
+    LoopReport or Report
+        Of a loop inside a compiled program; of one that was run from Python what
+        `Reversal.report` returns, with the plan.  Steps are blocks there.
 
     Raises
     ------
     ArgumentError
         If none has ended.
     """
-    found: Any = Seen()
-    if native.LIBRARY is None or not native.LIBRARY.ms_loop_report(ctypes.byref(found)):
+    found = _last_seen()
+    for report, run in _driven:
+        if run == found.run:
+            return report()
+    if not found.run:
         raise ArgumentError("no loop has run forward and back yet; call its gradient first")
     return LoopReport(
         steps=found.steps,
@@ -148,9 +175,10 @@ def clear() -> None:
 @cache
 def _register() -> None:
     """Tell XLA of the handlers.  Raises ArgumentError where there are none."""
-    native.require("multistage.jax.scan", "use jax.lax.scan with jax.checkpoint")
+    instead = "call it outside of jit, or use jax.lax.scan with jax.checkpoint"
+    native.require("multistage.jax.scan inside jit", instead)
     if sys.platform != "linux":
-        raise ArgumentError("multistage.jax.scan needs Linux; use jax.lax.scan with jax.checkpoint")
+        raise ArgumentError(f"multistage.jax.scan inside jit needs Linux; {instead}")
     library, ffi = native.library(), cast(Any, jax.ffi)
     for name in ("begin", "save", "load"):
         handler = ffi.pycapsule(getattr(library, f"ms_xla_{name}"))

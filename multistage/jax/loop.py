@@ -1,4 +1,4 @@
-"""`scan`: a loop in blocks, the states before which go to a tier.
+"""The loop of `scan`, and its program: blocks of steps, the states before which go to a tier.
 
 The forward sweep saves the state before each block.  The reverse sweep loads it and runs the
 block again, keeping in memory what the gradient of each step is computed from; then it turns the
@@ -17,126 +17,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..backends.urls import TierName
 from ..errors import ArgumentError
-from ..model.budget import Budget
-from .handlers import Arrays, Site, opened, require_unmapped, save, shaped
+from .handlers import Arrays, Site, require_unmapped, save, shaped
 from .pullbacks import (
     Pullback,
     Tree,
     merged,
     put,
     raw,
-    room,
     row,
-    site_of,
     stop_of,
     strong,
     varies,
     varying,
 )
 
-Carry = TypeVar("Carry")
-X = TypeVar("X")
-Y = TypeVar("Y")
-
-_MOST_STEPS = 2**31 - 1  # programs count steps in 32 bits
-
-
-def scan(
-    f: Callable[[Carry, X], tuple[Carry, Y]],
-    init: Carry,
-    xs: X | None = None,
-    length: int | None = None,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-    *,
-    memory: Budget | int | str,
-    tiers: TierName,
-) -> tuple[Carry, Y]:
-    """Do what `jax.lax.scan(f, init, xs, length, reverse)` does, within a memory budget.
-
-    For use inside `jax.jit`: outside of it, each call is compiled anew.  Its gradient is that of
-    `jax.lax.scan`, whatever is kept where: to the last bit wherever XLA compiles a step alike in
-    both programs, which it usually does; else the last bit may differ, as for `jax.checkpoint`.
-
-    Parameters
-    ----------
-    f : callable
-        `f(carry, x) -> (carry, y)`, pure; it may close over anything.  Run twice a step.
-    init : pytree of arrays
-        State 0.
-    xs : pytree of arrays, optional
-        Of the same length n; f is given a row of each.
-    length : int, optional
-        n, needed where there are no xs.
-    reverse : bool
-        Take the rows of xs from the last to the first.
-    unroll : int or bool
-        Without effect.
-    memory : Budget, int or str
-        For what the gradients of a block's steps are computed from, the buffers of the tier, and
-        state 0: bytes, `"64 MiB"`, or `"100 slots"` for a block of so many steps.  Inputs, outputs
-        and gradients are not counted.  Under `vmap`, for each member of the batch.
-    tiers : str, Path or Store
-        Where the other states go: `"file:///scratch"` or `"memory:"`, each with a `capacity`.
-
-    Returns
-    -------
-    (carry, ys)
-        The last state, and the y of all steps.
-
-    Raises
-    ------
-    ArgumentError
-        For xs of different lengths, a tier that cannot be used inside a program, a mutable Ref
-        that f closes over, arrays whose elements are smaller than a byte, another device than a
-        CPU, a gradient in a program for several devices, or without the C core.
-    BudgetError
-        For less memory than a block of one step takes: names the least.
-    StoreError
-        If the tier cannot be used.  All of them before the program runs.
-    TypeError
-        If f returns a carry of another structure, shape or dtype than it is given.
-
-    Notes
-    -----
-    Reverse mode, once: `jvp` and second derivatives are errors.  A second call of a pullback runs
-    the loop again, as does `jax.checkpoint`.  `last_report` tells what a run did.
-
-    Examples
-    --------
-    >>> import jax, jax.numpy as jnp
-    >>> def loss(x):
-    ...     last, ys = scan(
-    ...         lambda c, _: (jnp.sin(c), c.sum()), x, length=100, memory="1 MiB", tiers="memory:"
-    ...     )
-    ...     return last.sum() + ys.sum()
-    >>> x = jnp.ones(3)
-    >>> jax.jit(jax.grad(loss))(x).shape
-    (3,)
-    """
-    tier = opened(tiers)
-    budget = Budget.parse(memory)
-    init = jax.tree.map(jnp.asarray, init)
-    xs = jax.tree.map(jnp.asarray, xs)
-    n = _length(xs, length)
-    loop, init = _Loop.of(f, init, xs, n, reverse)
-    room(budget, loop.carry, 1)
-    if not n:
-        return init, jax.tree.map(lambda y: jnp.zeros((0, *y.shape), y.dtype), loop.y_like)
-
-    def site(residuals: tuple[jax.ShapeDtypeStruct, ...]) -> Site:
-        return site_of(tier, budget, loop.carry, residuals, n)
-
-    last, ys = loop.run(site)
-    return cast(tuple[Carry, Y], (loop.carry_tree.tree(last), loop.y_tree.tree(ys)))
+# From the gradients by the last carry and the ys to those by what f closes over, state 0 and xs.
+Reverse: TypeAlias = Callable[[tuple[Arrays, Arrays]], tuple[object, object, object]]
 
 
 def _differ(init: Any, carry: Any) -> bool:
@@ -155,27 +58,13 @@ def _promoted(value: Any, other: Any) -> Any:
     return lax.convert_element_type(value, jnp.result_type(value, other.dtype))
 
 
-def _length(xs: Any, length: int | None) -> int:
-    """Return the number of steps.  Raises ArgumentError."""
-    lengths = {jnp.shape(leaf)[0] if jnp.ndim(leaf) else -1 for leaf in jax.tree.leaves(xs)}
-    if length is not None:
-        lengths.add(int(length))
-    if len(lengths) != 1 or min(lengths) < 0:
-        raise ArgumentError(
-            f"xs and length= give the lengths {sorted(lengths)}; they must give one, at least 0"
-        )
-    if max(lengths) > _MOST_STEPS:
-        raise ArgumentError(f"length={max(lengths)} > {_MOST_STEPS}; put a loop in a loop")
-    return lengths.pop()
-
-
 @dataclass(frozen=True, slots=True)
 class _Loop:
     """A loop: what its program takes, and its step as a function of that.
 
     Attributes
     ----------
-    closed : ClosedJaxpr
+    jaxpr : Jaxpr
         Of f.
     consts, carry, xs : tuple of arrays
         What f closes over, state 0, and the inputs.
@@ -183,7 +72,7 @@ class _Loop:
     backwards : bool
     """
 
-    closed: Any
+    jaxpr: Any
     const_tree: Tree
     carry_tree: Tree
     x_tree: Tree
@@ -222,7 +111,7 @@ class _Loop:
             raise ArgumentError("f closes over a mutable Ref; return what it would hold as a y")
         const_tree, carry_tree, x_tree = Tree(tuple(closed.consts)), Tree(init), Tree(xs)
         made = cls(
-            closed,
+            closed.jaxpr,
             const_tree,
             carry_tree,
             x_tree,
@@ -239,7 +128,7 @@ class _Loop:
     def step(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         """Return the carry and the y of a step."""
         given = (*self.carry_tree.leaves(carry), *self.x_tree.leaves(x))
-        made = jax.core.eval_jaxpr(self.closed.jaxpr, self.const_tree.leaves(consts), *given)
+        made = jax.core.eval_jaxpr(self.jaxpr, self.const_tree.leaves(consts), *given)
         count = len(carry)
         after = tuple(
             lax.convert_element_type(raw(one), like.dtype)
@@ -258,11 +147,15 @@ class _Loop:
     def _at(self, i: jax.Array) -> jax.Array:
         return self.steps - 1 - i if self.backwards else i
 
-    def blank(self) -> Arrays:
-        """Return zeros for the ys of all steps."""
-        x = tuple(shaped(a.shape[1:], a.dtype) for a in self.xs)
-        _, y = jax.eval_shape(self.step, self.consts, self.carry, x)
-        return tuple(jnp.zeros((self.steps, *one.shape), one.dtype) for one in y)
+    @property
+    def x_like(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of what a step is given of xs."""
+        return tuple(shaped(a.shape[1:], a.dtype) for a in self.xs)
+
+    def blank(self, rows: int) -> Arrays:
+        """Return zeros for the ys of some steps."""
+        _, y = jax.eval_shape(self.step, self.consts, self.carry, self.x_like)
+        return tuple(jnp.zeros((rows, *one.shape), one.dtype) for one in y)
 
     def block(
         self, given: tuple[Arrays, Arrays], first: Any, stop: Any, made: tuple[Arrays, Arrays]
@@ -277,33 +170,120 @@ class _Loop:
         found: tuple[Arrays, Arrays] = lax.fori_loop(first, stop, go, made)
         return found
 
+    def turn(
+        self,
+        pullback: Pullback,
+        fixed: list[jax.Array | None],
+        given: tuple[Arrays, Arrays, Arrays],
+        block: tuple[Any, Any, Arrays],
+        made: tuple[Arrays, Arrays, Arrays, Arrays],
+    ) -> tuple[Arrays, Arrays, Arrays, Arrays]:
+        """Run the steps of a block again, then turn them one by one, the last one first.
+
+        Parameters
+        ----------
+        pullback, fixed
+            Of a step.
+        given : tuple
+            What f closes over, xs, and the gradients of ys.
+        block : tuple
+            Its first step, where it stops, and the carry before it.
+        made : tuple
+            The gradients so far: by the carry after the block, by what f closes over, by xs; and
+            room for the residuals of its steps.
+
+        Returns
+        -------
+        tuple
+            The same, by the carry before the block.
+        """
+        (consts, xs, given_y), (first, stop, carry) = given, block
+        adjoint, total, x_adjoints, residuals = made
+
+        def again(i: jax.Array, made: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+            carry, residuals = made
+            carry, more = pullback.residuals(consts, carry, self.row(xs, i))
+            return carry, put(residuals, more, i - first)
+
+        _, residuals = lax.fori_loop(first, stop, again, (carry, residuals))
+
+        def back(m: jax.Array, made: Any) -> Any:
+            adjoint, total, x_adjoints = made
+            i = stop - 1 - m
+            pulled: Any = pullback.pulled(fixed, row(residuals, i - first))
+            more, adjoint, x_adjoint = pulled((adjoint, self.row(given_y, i)))
+            total = tuple(a + b for a, b in zip(total, more, strict=True))
+            return adjoint, total, self.put(x_adjoints, x_adjoint, i)
+
+        done: Any = lax.fori_loop(0, stop - first, back, (adjoint, total, x_adjoints))
+        return *done, residuals
+
+    def pullback(self, consts: Arrays) -> Pullback:
+        """Return what the gradient of a step is computed from."""
+        return Pullback.of(partial(_pulled, self), consts, self.carry, self.x_like)
+
+    def gradients(
+        self, total: Arrays, adjoint: Arrays, x_adjoints: Arrays
+    ) -> tuple[object, object, object]:
+        """Return gradients by what f closes over, state 0 and xs: None where there are none."""
+
+        def none(_: Any) -> None:
+            return None
+
+        made = zip((total, adjoint, x_adjoints), (self.consts, self.carry, self.xs), strict=True)
+        by_consts, by_carry, by_xs = (merged(some, arrays, none) for some, arrays in made)
+        return by_consts, by_carry, by_xs
+
     def run(
-        self, site: Callable[[tuple[jax.ShapeDtypeStruct, ...]], Site]
+        self,
+        site: Callable[[tuple[jax.ShapeDtypeStruct, ...]], Site],
+        driven: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]],
+        driven_forward: Callable[[Arrays, Arrays, Arrays], tuple[tuple[Arrays, Arrays], Reverse]],
     ) -> tuple[Arrays, Arrays]:
         """Return the last carry and the ys, with a gradient.
 
-        `site(residuals)` is asked for only where there is to be one.
+        Parameters
+        ----------
+        site : callable
+            `site(residuals)` returns where the loop is in a program that is traced.
+        driven, driven_forward : callable
+            Where none is, they run the loop: without a gradient, and to have one.
         """
         pullbacks: list[tuple[Pullback, Site]] = []
+        reverses: list[Reverse] = []
 
-        def plain(consts: Arrays, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
-            return self.block((consts, xs), 0, self.steps, (carry, self.blank()))
+        def plain(*given: Arrays) -> tuple[Arrays, Arrays]:
+            if not _traced(given):
+                return driven(*given)
+            site(())
+            consts, carry, xs = given
+            return self.block((consts, xs), 0, self.steps, (carry, self.blank(self.steps)))
 
-        def forward(consts: Arrays, carry: Arrays, xs: Arrays) -> Any:
-            require_unmapped((*consts, *carry, *xs))
-            x = tuple(shaped(a.shape[1:], a.dtype) for a in self.xs)
-            pullback = Pullback.of(partial(_pulled, self), consts, carry, x)
+        def forward(*given: Arrays) -> Any:
+            if not _traced(given):
+                found, reverse = driven_forward(*given)
+                reverses[:] = [reverse]
+                return found, ()
+            require_unmapped(sum(given, ()))
+            pullback = self.pullback(given[0])
             made = site(pullback.like)
             pullbacks[:] = [(pullback, made)]
-            return _forward(self, made, consts, carry, xs)
+            return _forward(self, made, *given)
 
         def backward(kept: Any, cotangents: Any) -> Any:
+            if not kept:
+                return reverses[0](cotangents)
             return _reverse(self, *pullbacks[0], kept, cotangents)
 
         whole: Any = jax.custom_vjp(plain)
         whole.defvjp(forward, backward)
         found: tuple[Arrays, Arrays] = whole(self.consts, self.carry, self.xs)
         return found
+
+
+def _traced(given: tuple[Arrays, ...]) -> bool:
+    """Whether there are arrays whose values are not known, as in a program that is compiled."""
+    return any(isinstance(array, jax.core.Tracer) for arrays in given for array in arrays)
 
 
 def _require_alike(init: Any, carry: Any) -> None:
@@ -344,14 +324,14 @@ def _forward(
         stop = stop_of(b, every, n)
         return token, witness, *loop.block((consts, xs), b * every, stop, (carry, ys))
 
-    started = (jnp.uint32(0), jnp.zeros(()), carry, loop.blank())
+    started = (jnp.uint32(0), jnp.zeros(()), carry, loop.blank(n))
     token, witness, last, ys = lax.fori_loop(0, -(-n // every), go, started)
     return (last, ys), (run, every, token, witness, consts, carry, xs)
 
 
 def _reverse(
     loop: _Loop, pullback: Pullback, site: Site, kept: Any, cotangents: Any
-) -> tuple[Any, Any, Any]:
+) -> tuple[object, object, object]:
     """Return the gradients by what f closes over, by state 0 and by the inputs."""
     run, every, token, witness, consts, first_carry, xs = kept
     like, n = loop.carry, loop.steps
@@ -377,29 +357,10 @@ def _reverse(
         token, found, carry = site.load(numbers, witness, first_carry)
         token, carry = lax.fori_loop(found, b, run_on, (token, carry))  # none if it was there
 
-        def again(i: jax.Array, made: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
-            carry, residuals = made
-            carry, more = pullback.residuals(consts, carry, loop.row(xs, i))
-            return carry, put(residuals, more, i - first)
-
-        _, residuals = lax.fori_loop(first, stop, again, (carry, residuals))
-
-        def back(m: jax.Array, made: Any) -> Any:
-            adjoint, total, x_adjoints = made
-            i = stop - 1 - m
-            pulled: Any = pullback.pulled(fixed, row(residuals, i - first))
-            more, adjoint, x_adjoint = pulled((adjoint, loop.row(given_y, i)))
-            total = tuple(a + b for a, b in zip(total, more, strict=True))
-            return adjoint, total, loop.put(x_adjoints, x_adjoint, i)
-
-        done = lax.fori_loop(0, stop - first, back, (adjoint, total, x_adjoints))
-        return token, *done, residuals
+        made = adjoint, total, x_adjoints, residuals
+        return token, *loop.turn(pullback, fixed, (consts, xs, given_y), (first, stop, carry), made)
 
     zeros = tuple(map(jnp.zeros_like, varying(consts))), tuple(map(jnp.zeros_like, varying(xs)))
     started = (token, given, *zeros, pullback.blank(site.most_every))
     _, adjoint, total, x_adjoints, _ = lax.fori_loop(0, blocks, turned, started)
-
-    def none(_: Any) -> None:
-        return None
-
-    return merged(total, consts, none), merged(adjoint, like, none), merged(x_adjoints, xs, none)
+    return loop.gradients(total, adjoint, x_adjoints)

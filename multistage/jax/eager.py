@@ -1,0 +1,491 @@
+"""`scan` outside of compiled programs: a `Reversal` runs the loop, a block of steps at a time.
+
+A step of the reversal is a block of the loop's steps, one call of a compiled program, so that
+what Python takes for it does not count.  A block is as long as the residuals of its steps fit
+half the memory; the other half is for states between blocks.  Nothing writes to arrays of JAX: a
+checkpoint in fast memory is a reference, and a store is given NumPy's views of the bytes.
+
+What is compiled serves all loops with the same jaxpr, wherever their functions were made: a
+training step that is not compiled itself makes its closures anew each time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, TypeAlias, cast
+
+import jax
+import jax.extend.core as jax_core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..backends.urls import Tiers, open_store, tier_names
+from ..errors import ArgumentError, BudgetError
+from ..model.budget import Budget
+from ..model.costs import Costs
+from ..model.stages import StageCosts
+from ..planners import Plan, Planner
+from ..reversal import Reversal
+from ..states.layout import Array, Layout
+from ..states.slots import Kept, Slots
+from ..support.units import format_bytes
+from .handlers import Arrays, remember
+from .loop import Reverse, _Loop
+from .pullbacks import Pullback, nbytes, put, varies, varying
+
+_MOST_STEPS, _LEAST_BLOCKS = 1024, 16  # of a block; of a loop, for a tier to write beside
+_PROGRAMS = 64  # kept
+_NOTHING = np.zeros(1, np.uint8)  # what a store has of a carry without arrays
+
+
+def _fit(
+    budget: Budget, state_bytes: int, step_bytes: int, buffer_bytes: int, steps: int
+) -> tuple[int, Budget]:
+    """Return the steps of a block, and what is left for states.  Raises BudgetError."""
+    if budget.slots is not None:
+        return min(budget.slots, steps), budget
+    limit = budget.bytes_of(lambda: 0)
+    least = step_bytes + 2 * state_bytes + buffer_bytes
+    if limit < least:
+        raise BudgetError.below(
+            f"memory={limit} bytes < {least} bytes ({format_bytes(least)}), which a block of one "
+            f"step, state 0, a state and {buffer_bytes} bytes of the tiers' buffers take; raise "
+            "the budget, or give a tier fewer, as in 'file:///scratch?buffers=1MiB'",
+            least,
+        )
+    room = max(step_bytes, (limit - 2 * state_bytes - buffer_bytes) // 2)
+    every = min(room // step_bytes, _MOST_STEPS, -(-steps // _LEAST_BLOCKS))
+    return every, Budget(bytes=limit - every * step_bytes - state_bytes)
+
+
+# --- states -----------------------------------------------------------------------------------
+
+
+class _Layout(Layout):
+    """The layout of a carry, whose arrays are XLA's.
+
+    Attributes
+    ----------
+    places : list
+        Where its arrays are, None for one that follows what it is used with.
+    """
+
+    places: list[Any]
+
+    @classmethod
+    def of_carry(cls, carry: Arrays) -> _Layout:
+        """Return the layout of a carry."""
+        one = [np.broadcast_to(np.zeros((), array.dtype), array.shape) for array in carry]
+        made = cls.of(tuple(one or [_NOTHING]))
+        made.places = [array.sharding if array.committed else None for array in carry]
+        return made
+
+    def arrays(self, state: object, where: int | str = "the state") -> list[Any]:
+        """Return the arrays of a carry, which the types of the program have seen to."""
+        return list(cast(Arrays, state))
+
+    def pack(self, arrays: Sequence[Any]) -> Any:
+        """Return NumPy's views of them."""
+        return super().pack([np.asarray(array) for array in arrays] or [_NOTHING])
+
+    def unpack(self, arrays: Sequence[Array], packing: Any) -> list[Any]:
+        """Return arrays of XLA's that take the bytes of a store's."""
+        found = super().unpack(arrays, packing)[: len(self.places)]
+        return list(map(jax.device_put, found, self.places))
+
+
+class _States(Slots[Arrays, jax.Array]):
+    """Slots of carries: references."""
+
+    shared = True
+    layout = staticmethod(_Layout.of_carry)
+
+    def slots(self, layout: Layout) -> _States:
+        """Return slots for states of a layout."""
+        return self
+
+    def keep(self, state: Arrays, where: int | str) -> Kept:
+        """Keep a state."""
+        return Kept(state, state)
+
+    def adopt(self, arrays: list[jax.Array], step: int) -> Kept:
+        """Return a state from a store."""
+        return self.keep(tuple(arrays), step)
+
+    def load(self, kept: Kept, live: Arrays) -> Arrays:
+        """Return a kept state."""
+        return cast(Arrays, kept.state)
+
+    def check(self, live: Arrays, where: int | str) -> None:
+        """Do nothing: the program's types have seen to it."""
+
+
+# --- programs ---------------------------------------------------------------------------------
+
+
+class _Program:
+    """What is compiled for the loops that have one jaxpr.
+
+    Attributes
+    ----------
+    costs : dict
+        Of a block, as earlier loops have shown them; by its steps and the tiers.
+    """
+
+    def __init__(self, loop: _Loop, asks: bool, kept: list[object]) -> None:
+        like = {
+            name: jax.tree.map(jax.typeof, getattr(loop, name))
+            for name in ("consts", "carry", "xs")
+        }
+        self.loop = loop = replace(loop, **like)
+        self.asks, self._kept = asks, kept
+        self.costs: dict[Hashable, Costs | StageCosts | None] = {}
+
+        def front(
+            consts: Arrays, xs: Arrays, carry: Arrays, ys: Arrays, first: Any, stop: Any
+        ) -> Any:
+            if not asks:
+                return stop, False, *loop.block((consts, xs), first, stop, (carry, ys))
+
+            def more(made: Any) -> jax.Array:
+                return jnp.logical_and(made[0] < stop, jnp.logical_not(made[1]))
+
+            def go(made: Any) -> Any:
+                i, _, carry, ys = made
+                carry, y = loop.step(consts, carry, loop.row(xs, i))
+                return i + 1, y[-1], carry, put(ys, y, i)
+
+            return lax.while_loop(more, go, (first, jnp.bool_(False), carry, ys))
+
+        def again(consts: Arrays, xs: Arrays, carry: Arrays, first: Any, stop: Any) -> Any:
+            def go(i: jax.Array, carry: Arrays) -> Arrays:
+                return loop.step(consts, carry, loop.row(xs, i))[0]
+
+            return lax.fori_loop(first, stop, go, carry)
+
+        def turn(
+            consts: Arrays,
+            xs: Arrays,
+            given_y: Arrays,
+            carry: Arrays,
+            adjoint: Arrays,
+            made: Any,
+            first: Any,
+            stop: Any,
+        ) -> Any:
+            fixed, given = self.pullback.fixed(consts), (consts, xs, given_y)
+            block = first, stop, carry
+            adjoint, *made = loop.turn(self.pullback, fixed, given, block, (adjoint, *made))
+            return adjoint, tuple(made)  # as it was given: a list would be another program
+
+        self.front: Callable[..., Any] = jax.jit(front, donate_argnums=3)
+        self.again: Callable[..., Any] = jax.jit(again)
+        self.turn: Callable[..., Any] = jax.jit(turn, donate_argnums=5)
+
+    @cached_property
+    def pullback(self) -> Pullback:
+        """What the gradient of a step is computed from."""
+        return self.loop.pullback(self.loop.consts)
+
+    @cached_property
+    def y_like(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the y of a step."""
+        loop = self.loop
+        _, y = jax.eval_shape(loop.step, loop.consts, loop.carry, loop.x_like)
+        return cast(tuple[jax.ShapeDtypeStruct, ...], y)
+
+
+_programs: OrderedDict[Hashable, _Program] = OrderedDict()
+
+
+def _program(loop: _Loop, asks: bool) -> _Program:
+    """Return what is compiled for a loop, and for those before it that had its jaxpr."""
+    kept: list[object] = []
+    trees = loop.carry_tree, loop.x_tree, loop.y_tree
+    key = (
+        asks,
+        loop.steps,
+        loop.backwards,
+        _is_x64(),
+        tuple((tree.structure, tuple(tree.keys)) for tree in trees),
+        tuple(loop.const_tree.keys),
+        tuple((a.shape, a.dtype) for a in loop.xs),
+        _same(loop.jaxpr, kept),
+    )
+    found = _programs.pop(key, None) or _Program(loop, asks, kept)
+    _programs[key] = found
+    while len(_programs) > _PROGRAMS:
+        _programs.popitem(last=False)
+    return found
+
+
+def _same(value: Any, kept: list[object], *, derived: bool = True) -> Hashable:
+    """Return what is equal for equal parts of jaxprs alone.
+
+    Parameters
+    ----------
+    kept : list
+        Is given what cannot be compared, and must live as long as the result.
+    derived : bool
+        Whether derivatives are taken of the operations, not their values alone.
+    """
+    same = partial(_same, kept=kept, derived=derived)
+    match value:
+        case jax_core.ClosedJaxpr():
+            kept.extend(value.consts)
+            return same(value.jaxpr), tuple(map(id, value.consts))
+        case jax_core.Jaxpr():
+            numbers: dict[Any, int] = {}
+
+            def named(atom: Any) -> Hashable:
+                if isinstance(atom, jax_core.Literal):
+                    literal = np.asarray(atom.val)
+                    return atom.aval, literal.dtype, literal.tobytes()
+                return numbers.setdefault(atom, len(numbers)), atom.aval
+
+            given = tuple(map(named, (*value.constvars, *value.invars)))
+            made = []
+            for eqn in value.eqns:
+                params = sorted(_params(eqn, kept, derived=derived).items())
+                atoms = tuple(map(named, (*eqn.invars, *eqn.outvars)))
+                made.append((eqn.primitive, eqn.ctx, atoms, same(tuple(params))))
+            return given, tuple(made), tuple(map(named, value.outvars))
+        case tuple() | list():
+            return type(value), tuple(map(same, value))
+        case dict():
+            return dict, tuple(map(same, value.items()))
+        case float():
+            return float, value.hex()  # 0.0 == -0.0
+    try:
+        hash(value)
+    except TypeError:
+        kept.append(value)
+        return id(value)
+    return type(value), value
+
+
+def _params(eqn: Any, kept: list[object], *, derived: bool) -> dict[str, Any]:
+    """Return the parameters of an operation; a custom derivative, a function, as its jaxpr."""
+    found: dict[str, Any] = eqn.params
+    given, made = ([atom.aval for atom in some] for some in (eqn.invars, eqn.outvars))
+    is_custom = eqn.primitive.name.startswith("custom_") and not found.get("symbolic_zeros")
+    jaxprs = {name: one for name, one in found.items() if isinstance(one, jax_core.ClosedJaxpr)}
+    if not (is_custom and jaxprs and all(map(varies, made))):
+        return found
+    if derived:
+        atoms = [jax_core.Var(aval) for aval in given]
+        said = next(iter(jaxprs.values())).jaxpr.debug_info
+
+        def pulled(given: Any, cotangents: Any) -> Any:
+            eqns = [eqn.replace(invars=atoms)]
+            one = jax_core.Jaxpr((), atoms, eqn.outvars, eqns, debug_info=said)
+            return jax.vjp(partial(jax.core.eval_jaxpr, one, ()), *given)[1](cotangents)
+
+        jaxprs["rule"] = jax.make_jaxpr(pulled)(given, made)
+    return {name: _same(one, kept, derived=False) for name, one in jaxprs.items()}
+
+
+# --- sweeps -----------------------------------------------------------------------------------
+
+
+_wait: Callable[[object], object] = cast(Any, jax.block_until_ready)
+
+
+class _Blocks:
+    """A chain whose step b is the steps b * every, ..., (b + 1) * every - 1 of a loop.
+
+    Attributes
+    ----------
+    n : int or None
+        Steps; None while they are not known.
+    """
+
+    in_place, state_is_tape, one_tape = False, True, False
+
+    def __init__(self, program: _Program, every: int, consts: Arrays, xs: Arrays) -> None:
+        self._program, self._every, self._consts, self._xs = program, every, consts, xs
+        self._most = program.loop.steps
+        self.n = None if program.asks else self._most
+        self._reached = 0
+        self._rows = min(self._most, _LEAST_BLOCKS * every) if program.asks else self._most
+        self._ys: Arrays = self._blank()
+        self._given_y: Arrays = ()
+        self._made: Any = ()
+
+    def _blank(self) -> Arrays:
+        return tuple(jnp.zeros((self._rows, *y.shape), y.dtype) for y in self._program.y_like)
+
+    def _span(self, b: int) -> tuple[np.int32, np.int32]:
+        stop = min((b + 1) * self._every, self._most if self.n is None else self.n)
+        return np.int32(b * self._every), np.int32(stop)
+
+    def advance(self, state: Arrays, start: int, stop: int) -> Arrays:
+        """Run blocks; those that are run for the first time give their ys."""
+        for b in range(start, stop):
+            first, end = self._span(b)
+            if first >= self._reached:
+                state = self._front(state, first, end)
+            else:
+                state = self._program.again(self._consts, self._xs, state, first, end)
+            _wait((state, self._ys))
+        return state
+
+    def _front(self, state: Arrays, first: np.int32, end: np.int32) -> Arrays:
+        program, given = self._program, (self._consts, self._xs)
+        if end > self._rows:
+            self._ys = tuple(map(jnp.concatenate, zip(self._ys, self._blank(), strict=True)))
+            self._rows *= 2
+        done, ended, state, self._ys = program.front(*given, state, self._ys, first, end)
+        if program.asks and (ended or end == self._most):
+            self.n = int(done)
+        self._reached = int(end)
+        return state
+
+    def left(self, b: int) -> bool:
+        """Whether there is a block b."""
+        return self.n is None or b * self._every < self.n
+
+    def taken_ys(self) -> Arrays:
+        """Return the ys of all steps, which are given away."""
+        found, self._ys = self._ys, ()
+        return tuple(y[: self.n] for y in found) if self._program.asks else found
+
+    def tape(self, state: Arrays, step: int) -> tuple[Arrays, object]:
+        """Not called: a state is its own tape."""
+        raise AssertionError("a state is its own tape")
+
+    def begin(self, given_y: Arrays) -> None:
+        """Stand ready for the reverse sweep, with the gradients by ys."""
+        assert self.n is not None
+        if self._rows > self.n:  # or other lengths would be other programs
+            more = [(0, self._rows - self.n)]
+            given_y = tuple(jnp.pad(a, more + [(0, 0)] * (a.ndim - 1)) for a in given_y)
+        zeros = (tuple(map(jnp.zeros_like, varying(a))) for a in (self._consts, self._xs))
+        self._given_y = given_y
+        self._made = (*zeros, self._program.pullback.blank(self._every))
+
+    def reverse(self, tape: object, adjoint: Arrays, step: int) -> Arrays:
+        """Turn the steps of a block."""
+        given = self._consts, self._xs, self._given_y, tape, adjoint, self._made
+        adjoint, self._made = self._program.turn(*given, *self._span(step))
+        _wait(adjoint)
+        return adjoint
+
+    def ended(self) -> tuple[Arrays, Arrays]:
+        """Return the gradients by what f closes over and by xs; let all arrays go."""
+        total, x_adjoints, _ = self._made
+        self._consts = self._xs = self._given_y = self._made = ()
+        return total, x_adjoints
+
+
+_Begun: TypeAlias = tuple[Arrays, _Blocks, Reversal[Arrays, Arrays]]
+
+
+class _Swept:
+    """A loop that has run forward, and runs again for each call of its pullback but the first."""
+
+    def __init__(
+        self,
+        loop: _Loop,
+        begun: Callable[[], _Begun],
+        learn: Callable[[Costs | StageCosts | None], None],
+        *ready: Any,
+    ) -> None:
+        self._loop, self._begun, self._learn, self._x64 = loop, begun, learn, _is_x64()
+        self._ready = ready
+
+    def reverse(self, cotangents: tuple[Arrays, Arrays]) -> tuple[object, object, object]:
+        """Return the gradients by what f closes over, by state 0 and by the inputs."""
+        given, given_y = cotangents
+        if any(isinstance(array, jax.core.Tracer) for array in (*given, *given_y)):
+            raise ArgumentError(
+                "the pullback of a loop that was run from Python takes arrays; for jacrev, and for "
+                "vmap or jit of a pullback, put the loop and its gradient inside jax.jit"
+            )
+        with jax.enable_x64(self._x64):
+            ready, self._ready = self._ready, ()
+            blocks, run = ready or self._begun()[1:]
+            with run:
+                blocks.begin(tuple(a for a in given_y if a.dtype != jax.dtypes.float0))
+                adjoint = tuple(a for a in given if a.dtype != jax.dtypes.float0)
+                adjoint = run.reverse(adjoint)
+                total, x_adjoints = blocks.ended()
+        self._learn(run.costs)
+        remember(run.report)
+        return self._loop.gradients(total, adjoint, x_adjoints)
+
+
+def _is_x64() -> bool:
+    return bool(jax.dtypes.canonicalize_dtype(np.float64) == np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Driven:
+    """Runs a loop from Python.
+
+    Attributes
+    ----------
+    loop : _Loop
+        Its last y says of a step whether it was the last, if the loop `asks` for that.
+    budget, tiers, planner, progress
+        As for `scan`.
+    asks : bool
+    """
+
+    loop: _Loop
+    budget: Budget
+    tiers: Tiers | None
+    planner: str | Plan | Planner
+    progress: bool | None
+    asks: bool
+
+    def plain(self, consts: Arrays, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
+        """Return the last carry and the ys."""
+        blocks = _Blocks(self._program(), min(self.loop.steps, _MOST_STEPS), consts, xs)
+        b = 0
+        while blocks.left(b):
+            carry = blocks.advance(carry, b, b + 1)
+            b += 1
+        return carry, blocks.taken_ys()
+
+    def forward(
+        self, consts: Arrays, carry: Arrays, xs: Arrays
+    ) -> tuple[tuple[Arrays, Arrays], Reverse]:
+        """Return the same, and what the gradients are to be had from."""
+        if any(len(array.sharding.device_set) > 1 for array in (*consts, *carry, *xs)):
+            raise ArgumentError(
+                "multistage.jax.scan takes gradients of arrays on one device, and here are some on "
+                "several; put them on one, or use jax.lax.scan with jax.checkpoint"
+            )
+        program, layout = self._program(), _Layout.of_carry(carry)
+        stores = tuple(map(open_store, tier_names(self.tiers)))
+        buffer_bytes = sum(store.buffer_bytes(layout) for store in stores)
+        step_bytes, steps = nbytes(program.pullback.like), self.loop.steps
+        every, memory = _fit(self.budget, layout.nbytes, step_bytes, buffer_bytes, steps)
+        key = every, tuple(store.name for store in stores)
+
+        def begun() -> _Begun:
+            blocks = _Blocks(program, every, consts, xs)
+            run: Reversal[Arrays, Arrays] = Reversal(
+                blocks,
+                n_steps=None if self.asks else -(-steps // every),
+                memory=memory,
+                tiers=stores,
+                planner=self.planner,
+                costs=None if isinstance(self.planner, Plan) else program.costs.get(key),
+                progress=self.progress,
+                states=cast(Any, _States()),
+            )
+            until = (lambda _, b: not blocks.left(b)) if self.asks else None
+            return run.forward(carry, until), blocks, run
+
+        last, blocks, run = begun()
+        learn = partial(program.costs.__setitem__, key)
+        return (last, blocks.taken_ys()), _Swept(self.loop, begun, learn, blocks, run).reverse
+
+    def _program(self) -> _Program:
+        return _program(self.loop, self.asks)
