@@ -12,7 +12,7 @@ import re
 
 # Options of a tier that are never secret; the values of all others are.
 OPTIONS = frozenset(
-    {"engine", "capacity", "buffers", "queue", "share", "connections"}
+    {"engine", "capacity", "buffers", "queue", "threads", "cpus", "share", "connections"}
     | {"compress", "tolerance", "endpoint"}
 )
 # Each looks ahead a bounded way, so that text of any kind takes time in proportion to its length.

@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 59_187,
-    "classes": 462,
-    "functions": 3698,
+    "package_lines": 59_306,
+    "classes": 468,
+    "functions": 3754,
     "files_under_60": 4,
-    "import_lines": 3354,
+    "import_lines": 3396,
     "twins": 0,
-    "test_lines": 53_157,
+    "test_lines": 53_628,
 }
 
 

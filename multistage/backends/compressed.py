@@ -94,6 +94,8 @@ class CompressedStore(StreamedStore):
             extent_bytes=store._most_extent_bytes,
             # zfp needs arrays, not pieces of them.
             chunk_bytes=1 << 62 if scheme == "zfp" else store._chunk_bytes,
+            threads=store.threads,
+            cpus=store.cpus,
         )
         self.store, self.share = store, store.share
         self.scheme = scheme

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -101,6 +102,11 @@ class FileStore(StreamedStore):
         Page-aligned buffers for transfers, in bytes.
     queue_depth : int
         Writes that may be waiting or in flight.
+    threads : {2, 1}
+        Threads each way. Of two, one copies and sums while the other waits for the disk; one
+        alone does both in turn and never takes more than one core.
+    cpus : str or iterable of int, optional
+        The CPUs that the threads run on, as in `"14-15"`; anywhere if not given.
 
     Raises
     ------
@@ -129,6 +135,8 @@ class FileStore(StreamedStore):
         capacity_bytes: int | None = None,
         buffer_bytes: int = 8 << 20,
         queue_depth: int = 2,
+        threads: int = 2,
+        cpus: str | Iterable[int] | None = None,
     ) -> None:
         if engine not in ENGINES:
             raise ArgumentError(f"engine={engine!r} must be one of {', '.join(ENGINES)}")
@@ -139,6 +147,8 @@ class FileStore(StreamedStore):
             capacity_bytes=capacity_bytes,
             buffer_bytes=buffer_bytes,
             queue_depth=queue_depth,
+            threads=threads,
+            cpus=cpus,
             bounces=2 if engine == "native" else 1,
         )
         self.folder = Path(folder)

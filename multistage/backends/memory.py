@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,8 @@ class MemoryStore(StreamedStore):
         Page-aligned buffers for transfers, in bytes.
     queue_depth : int
         Writes that may be waiting or in flight.
+    threads, cpus
+        See `FileStore`.
 
     Examples
     --------
@@ -47,6 +50,8 @@ class MemoryStore(StreamedStore):
         *,
         buffer_bytes: int = 8 << 20,
         queue_depth: int = 2,
+        threads: int = 2,
+        cpus: str | Iterable[int] | None = None,
     ) -> None:
         super().__init__(
             "memory",
@@ -54,6 +59,8 @@ class MemoryStore(StreamedStore):
             capacity_bytes=capacity_bytes,
             buffer_bytes=buffer_bytes,
             queue_depth=queue_depth,
+            threads=threads,
+            cpus=cpus,
         )
 
 
@@ -70,7 +77,7 @@ class NumaStore(StreamedStore):
     ----------
     node : int
         As in `numactl --hardware`.
-    capacity_bytes, buffer_bytes, queue_depth
+    capacity_bytes, buffer_bytes, queue_depth, threads, cpus
         As for `MemoryStore`.
 
     Raises
@@ -91,6 +98,8 @@ class NumaStore(StreamedStore):
         *,
         buffer_bytes: int = 8 << 20,
         queue_depth: int = 2,
+        threads: int = 2,
+        cpus: str | Iterable[int] | None = None,
     ) -> None:
         super().__init__(
             f"numa {node}",
@@ -98,6 +107,8 @@ class NumaStore(StreamedStore):
             capacity_bytes=capacity_bytes,
             buffer_bytes=buffer_bytes,
             queue_depth=queue_depth,
+            threads=threads,
+            cpus=cpus,
         )
         self._node = node
 

@@ -6,6 +6,7 @@ Simple, for machines without a compiler: no extents, so small states take long.
 from __future__ import annotations
 
 import errno
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
+from .. import native
 from ..errors import ArgumentError
 from ..states.layout import Array, Layout, places
 from ..support.waiting import Latch
@@ -42,6 +44,8 @@ class Setup:
         Most bytes of extents, in whole pages.
     depth : int
         Writes of large states in flight.
+    threads : int
+        Each way, at most.
     bounce_bytes : int
         Memory that large states leave through.
     verify : bool
@@ -58,11 +62,17 @@ class Setup:
     count: int
     capacity_bytes: int | None
     depth: int
+    threads: int
     bounce_bytes: int
     verify: bool
     warns: bool
     stats: StoreStats
     transfers: deque[TransferRecord]
+
+
+def has_streams() -> bool:
+    """Whether the C core's record streams are there."""
+    return sys.platform == "linux" and native.LIBRARY is not None
 
 
 class _Record:

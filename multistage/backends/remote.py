@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
@@ -62,6 +62,8 @@ class RemoteStore(StreamedStore):
         Buffers for transfers, in bytes; the parts on their way come on top.
     queue_depth : int
         Writes that may be waiting or in flight.
+    threads, cpus
+        See `FileStore`.
     connections : int or None
         Parts on their way at once; None for 8 where the filesystem is
         asynchronous, as that of S3 is, else 1.
@@ -86,6 +88,8 @@ class RemoteStore(StreamedStore):
         capacity_bytes: int | None = None,
         buffer_bytes: int = 64 << 20,
         queue_depth: int = 2,
+        threads: int = 2,
+        cpus: str | Iterable[int] | None = None,
         connections: int | None = None,
     ) -> None:
         protocol, separator, path = url.partition("://")
@@ -107,6 +111,8 @@ class RemoteStore(StreamedStore):
             capacity_bytes=capacity_bytes,
             buffer_bytes=buffer_bytes,
             queue_depth=queue_depth,
+            threads=threads,
+            cpus=cpus,
             extent_bytes=_EXTENT_BYTES,
             chunk_bytes=_EXTENT_BYTES,
         )

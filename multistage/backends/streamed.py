@@ -23,10 +23,9 @@ import ctypes
 import errno
 import math
 import os
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -39,10 +38,10 @@ from ..support.interrupts import Shield, whole
 from .arena import PAGE, landing_bytes, landing_pool, lines_of, pages, round_up, whole_huge
 from .base import BaseStore, CheckpointLost, StoreStats, TransferRecord
 from .direct import DirectFile
-from .lanes import Lane
+from .lanes import Lane, cpus_of, start_on
 from .lifetimes import Birth, Ending, Hold
 from .medium import Hook, Medium, moves, warn_full, warn_of_memory
-from .plain import PlainStream, Setup
+from .plain import PlainStream, Setup, has_streams
 
 _SMALL = 4  # states per extent from which on they are coalesced
 _EXTENT_BYTES = 2 << 20
@@ -79,6 +78,8 @@ class StreamedStore(BaseStore):
     extent_bytes, chunk_bytes : int
         Most bytes of an extent of small states, and of one write of a large
         one: more where each request takes long.
+    threads, cpus
+        See `FileStore`.
 
     Notes
     -----
@@ -97,6 +98,8 @@ class StreamedStore(BaseStore):
         bounces: int = 1,
         extent_bytes: int = _EXTENT_BYTES,
         chunk_bytes: int = _CHUNK_BYTES,
+        threads: int = 2,
+        cpus: str | Iterable[int] | None = None,
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
             raise ArgumentError(f"capacity_bytes={capacity_bytes} must not be negative")
@@ -104,6 +107,8 @@ class StreamedStore(BaseStore):
             raise ArgumentError(f"buffer_bytes={buffer_bytes} must not be negative")
         if queue_depth < 1:
             raise ArgumentError(f"queue_depth={queue_depth} must be at least 1")
+        if threads not in (1, 2):
+            raise ArgumentError(f"threads={threads} must be 1 or 2: that many each way")
         self.name = name
         self.queue_depth = queue_depth
         self.capacity_bytes = capacity_bytes
@@ -114,6 +119,7 @@ class StreamedStore(BaseStore):
         self._bounces = bounces
         self._most_extent_bytes = extent_bytes
         self._chunk_bytes = chunk_bytes
+        self.threads, self.cpus = threads, None if cpus is None else cpus_of(cpus)
         self._stream: Stream | PlainStream | None = None
         self._ending: Ending[None] | None = None
         # Of a medium that is a file, whose bytes the C core's own threads move.
@@ -184,6 +190,7 @@ class StreamedStore(BaseStore):
             count,
             self.capacity_bytes,
             self.queue_depth,
+            self.threads,
             self._bounce_bytes(layout),
             self.exact,
             self.warns,
@@ -242,7 +249,7 @@ class StreamedStore(BaseStore):
         # From here on `close` gives everything back, and this once the store is dropped.
         self._ending = Ending(self, stream.close)
         try:
-            stream.start()
+            stream.start() if self.cpus is None else start_on(self.cpus, stream.start)
         except (OSError, MemoryError, RuntimeError) as error:  # no memory, no thread
             raise StoreError(
                 f"tier {self.name!r} cannot be used: {str(error) or 'no memory'}; it needs "
@@ -252,9 +259,8 @@ class StreamedStore(BaseStore):
     def close(self) -> None:
         """Stop the threads, give back memory and files.  May be called twice.
 
-        Interrupted, it can be called again and does the rest.  In a forked
-        child it leaves threads and files to the parent, and the store can be
-        opened again.
+        Interrupted, it can be called again and does the rest.  In a forked child it leaves threads
+        and files to the parent, and the store can be opened again.
         """
         with Shield(up=True):
             if self._hold.taken:
@@ -338,11 +344,6 @@ class StreamedStore(BaseStore):
         return self._stream
 
 
-def has_streams() -> bool:
-    """Whether the C core's record streams are there."""
-    return sys.platform == "linux" and native.LIBRARY is not None
-
-
 class Stream:
     """The records of an open store, in the C core.
 
@@ -401,6 +402,7 @@ class Stream:
             n_bounces=bounces,
             unverified=not setup.verify,
             outside=outside,
+            single=setup.threads == 1,
             nice=0 if outside else _NICE,  # a thread that waits for the interpreter must not
             pwrite=self._moves[0],
             pread=self._moves[1],

@@ -147,8 +147,9 @@ def open_store(tier: TierName) -> Store:
     tier : str, Path or Store
         A path is a folder, as `file:` and its name are; or
         `file:///scratch`, `file:relative/folder` or `file:~/folder`, with options `engine`
-        (auto, native, direct, aiofiles), `capacity` and `buffers` (sizes) and
-        `queue`; `memory:` or `memory:1GiB`, with the same sizes; `numa:1`, the
+        (auto, native, direct, aiofiles), `capacity` and `buffers` (sizes), `queue`,
+        `threads` (each way) and `cpus` (where they run, as in `cpus=14-15`); `memory:` or
+        `memory:1GiB`, with the same options but `engine`; `numa:1`, the
         memory of that node, with the same options; `s3://bucket/prefix` (also
         gs, gcs, az, abfs) or `fsspec:` and any URL of fsspec's, with
         `connections` and, for s3, `endpoint` besides.  Each takes `share=8`, how many divide a
@@ -167,6 +168,9 @@ def open_store(tier: TierName) -> Store:
     --------
     >>> open_store("memory:64MiB").capacity_bytes
     67108864
+    >>> store = open_store("file:///scratch?cpus=14-15&threads=1")
+    >>> store.threads, sorted(store.cpus)
+    (1, [14, 15])
     >>> open_store("memory:64MiB > file:///scratch?capacity=10GiB").name
     'memory>file'
     >>> open_store("file:///nvme0 + file:///nvme1").name
@@ -233,10 +237,13 @@ def _sides(tier: str, sign: str, pattern: str) -> list[str]:
 def _store(tier: str) -> StreamedStore:
     url = TierUrl(tier)
     capacity, buffers, queue = url.size("capacity"), url.size("buffers"), url.number("queue")
+    threads = url.number("threads")
     options: _Options = {
         "capacity_bytes": capacity,
         "buffer_bytes": (64 if url.scheme in _REMOTE else 8) << 20 if buffers is None else buffers,
         "queue_depth": 2 if queue is None else queue,
+        "threads": 2 if threads is None else threads,
+        "cpus": url.option("cpus"),
     }
     if url.scheme == "pinned":
         raise ArgumentError(
@@ -273,6 +280,8 @@ class _Options(TypedDict):
     capacity_bytes: int | None
     buffer_bytes: int
     queue_depth: int
+    threads: int
+    cpus: str | None
 
 
 def _file(url: TierUrl, options: _Options) -> FileStore:

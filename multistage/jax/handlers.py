@@ -208,10 +208,15 @@ def opened(tier: TierName) -> tuple[str, int]:
             f"tier {store.name!r} cannot be used inside a compiled program; give a folder, as in "
             "'file:///scratch', or 'memory:'"
         )
+    url = TierUrl(tier) if isinstance(tier, str) else None
+    if url is not None and (url.option("threads") or url.option("cpus")):
+        raise ArgumentError(
+            f"tier {url.shown}: threads= and cpus= are not for compiled programs; leave them out"
+        )
     store.check()
     folder = ""
     if store.name == "file":
-        name = unquote(TierUrl(tier).path) if isinstance(tier, str) else os.fsdecode(tier)
+        name = os.fsdecode(tier) if url is None else unquote(url.path)
         folder = str(Path(name).expanduser().resolve())
     return folder, -1 if store.capacity_bytes is None else store.capacity_bytes
 

@@ -2,12 +2,13 @@
  *
  * Two lanes, one each way, of two threads each:
  *
- *   write   front: gather the arrays into a bounce buffer, sum   back: pwrite
- *   read    front: pread into the caller's pages                 back: sum, compare
+ *   write   front: sum the arrays, gather them in a bounce buffer   back: pwrite
+ *   read    front: pread into the caller's pages                    back: sum, compare
  *
  * so that the disk works while bytes are copied and summed.  A lane moves its
  * jobs in the order of submission, chunk by chunk, through a ring of a few
- * chunks between its two threads.
+ * chunks between its two threads.  With `single` the front does the work of the
+ * back as well, and a lane never takes more than one core.
  *
  * Submission takes no lock: a job is pushed on a list and a semaphore posted.
  * The front takes the whole list at once and turns it round.  A completion is
@@ -36,7 +37,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { BLOCK = 32 << 10, RING = 4, STACK = 512 << 10 };
+enum { BLOCK = 4 << 10, RING = 4, STACK = 512 << 10 };
 
 /* Part of a job on its way through a lane; job NULL: stop. */
 typedef struct {
@@ -46,9 +47,10 @@ typedef struct {
     int64_t error, last;
 } chunk_t;
 
-typedef struct {
+typedef struct lane {
     io_t *io;
     pthread_t front, back;
+    void (*finish)(struct lane *lane, const chunk_t *chunk); /* what the back does */
     int has_front, has_back;
     _Atomic int outside; /* one of them is the caller's, and there */
     _Atomic(job_t *) inbox; /* newest first */
@@ -57,7 +59,9 @@ typedef struct {
     chunk_t ring[RING];
     int64_t length, head, tail; /* of the ring; head the back's, tail the front's */
     sem_t room, chunks;
-    int64_t stop_ns; /* of the job before; the back's */
+    XXH3_state_t sum; /* from here on the back's: of a read so far */
+    int64_t error;    /* of a write so far */
+    int64_t stop_ns;  /* of the job before */
 } lane_t;
 
 struct io {
@@ -130,7 +134,7 @@ int64_t ms_io_wait(io_t *io, int64_t seen, int64_t timeout_ms)
     return completed;
 }
 
-/* --- the four threads ------------------------------------------------------------- */
+/* --- the threads ------------------------------------------------------------------ */
 
 /* Let compute go before the calling thread, as Linux can for one thread alone. */
 static void yield_to_compute(const io_t *io)
@@ -161,7 +165,12 @@ static job_t *next_job(lane_t *lane)
 static void send(lane_t *lane, chunk_t chunk)
 {
     lane->ring[lane->tail++ % lane->length] = chunk;
-    sem_post(&lane->chunks);
+    if (!lane->io->o.single)
+        sem_post(&lane->chunks);
+    else if (chunk.job) {
+        lane->finish(lane, &chunk);
+        sem_post(&lane->room);
+    }
 }
 
 /* Move a chunk to or from its places in the file, which grows for what is written; returns 0
@@ -187,6 +196,49 @@ static int64_t move_chunk(io_t *io, transfer_t *move, const chunk_t *chunk, int6
     return error;
 }
 
+/* Block by block, so that what is copied comes from the cache. */
+static void sum_and_copy(char *to, const char *from, int64_t nbytes, XXH3_state_t *sum)
+{
+    for (int64_t n; nbytes; to += n, from += n, nbytes -= n) {
+        n = min64(nbytes, BLOCK);
+        XXH3_64bits_update(sum, from, (size_t)n);
+        memcpy(to, from, (size_t)n);
+    }
+}
+
+static void sum_zeros(char *to, int64_t nbytes, XXH3_state_t *sum)
+{
+    memset(to, 0, (size_t)nbytes);
+    XXH3_64bits_update(sum, to, (size_t)nbytes);
+}
+
+/* Copy bytes offset .. offset+nbytes of a record, and sum them; `piece` is where the last call
+ * ended. */
+static void gather(const job_t *job, int64_t *piece, char *to, int64_t offset, int64_t nbytes,
+                   XXH3_state_t *sum)
+{
+    int64_t at = offset, stop = offset + nbytes;
+    for (; *piece < job->n_pieces; ++*piece) {
+        const piece_t *p = &job->pieces[*piece];
+        int64_t end = p->offset + p->nbytes;
+        if (p->offset >= stop)
+            break;
+        if (p->offset > at) {
+            sum_zeros(to + (at - offset), p->offset - at, sum);
+            at = p->offset;
+        }
+        if (end > at) {
+            int64_t n = min64(end, stop) - at;
+            sum_and_copy(to + (at - offset), p->data + (at - p->offset), n, sum);
+            at += n;
+        }
+        if (end > stop)
+            break;
+    }
+    if (stop > at)
+        sum_zeros(to + (at - offset), stop - at, sum);
+}
+
 static void *write_front(void *argument)
 {
     lane_t *lane = argument;
@@ -208,14 +260,10 @@ static void *write_front(void *argument)
             }
             char *data = job->data ? job->data + offset
                                    : io->o.bounce + lane->tail % lane->length * io->o.chunk_bytes;
-            /* Block by block, so that what was just copied is summed from the cache. */
-            for (int64_t at = 0; at < nbytes;) {
-                int64_t n = min64(nbytes - at, BLOCK);
-                if (!job->data)
-                    io_gather(job, &piece, data + at, offset + at, n);
-                XXH3_64bits_update(&sum, data + at, (size_t)n);
-                at += n;
-            }
+            if (job->data)
+                XXH3_64bits_update(&sum, data, (size_t)nbytes);
+            else
+                gather(job, &piece, data, offset, nbytes, &sum);
             if (last)
                 job->sum = XXH3_64bits_digest(&sum);
             send(lane, (chunk_t){job, data, offset, nbytes, 0, last});
@@ -227,25 +275,16 @@ static void *write_front(void *argument)
     return NULL;
 }
 
-static void *write_back(void *argument)
+static void finish_write(lane_t *lane, const chunk_t *chunk)
 {
-    lane_t *lane = argument;
     io_t *io = lane->io;
-    int64_t error = 0;
-    yield_to_compute(io);
-    for (;; sem_post(&lane->room)) {
-        take(&lane->chunks);
-        chunk_t chunk = lane->ring[lane->head++ % lane->length];
-        if (!chunk.job)
-            return NULL;
-        if (!error)
-            error = chunk.error;
-        if (!error)
-            error = move_chunk(io, io->o.pwrite, &chunk, EIO);
-        if (chunk.last) {
-            complete(lane, chunk.job, error);
-            error = 0;
-        }
+    if (!lane->error)
+        lane->error = chunk->error;
+    if (!lane->error)
+        lane->error = move_chunk(io, io->o.pwrite, chunk, EIO);
+    if (chunk->last) {
+        complete(lane, chunk->job, lane->error);
+        lane->error = 0;
     }
 }
 
@@ -289,26 +328,29 @@ static void *read_front(void *argument)
     return NULL;
 }
 
-static void *read_back(void *argument)
+static void finish_read(lane_t *lane, const chunk_t *chunk)
+{
+    int64_t error = chunk->error;
+    if (!error)
+        XXH3_64bits_update(&lane->sum, chunk->data, (size_t)chunk->nbytes);
+    if (!chunk->last)
+        return;
+    if (!error && !lane->io->o.unverified && XXH3_64bits_digest(&lane->sum) != chunk->job->sum)
+        error = EBADMSG;
+    complete(lane, chunk->job, error);
+    XXH3_64bits_reset(&lane->sum);
+}
+
+static void *back(void *argument)
 {
     lane_t *lane = argument;
-    XXH3_state_t sum;
-    XXH3_64bits_reset(&sum);
     yield_to_compute(lane->io);
     for (;; sem_post(&lane->room)) {
         take(&lane->chunks);
         chunk_t chunk = lane->ring[lane->head++ % lane->length];
         if (!chunk.job)
             return NULL;
-        int64_t error = chunk.error;
-        if (!error)
-            XXH3_64bits_update(&sum, chunk.data, (size_t)chunk.nbytes);
-        if (!chunk.last)
-            continue;
-        if (!error && !lane->io->o.unverified && XXH3_64bits_digest(&sum) != chunk.job->sum)
-            error = EBADMSG;
-        complete(lane, chunk.job, error);
-        XXH3_64bits_reset(&sum);
+        lane->finish(lane, &chunk);
     }
 }
 
@@ -362,7 +404,6 @@ int64_t ms_io_len(void) { return sizeof(io_t); }
 int64_t ms_io_start(io_t *io, const io_options_t *options)
 {
     static void *(*const FRONT[])(void *) = {write_front, read_front};
-    static void *(*const BACK[])(void *) = {write_back, read_back};
     if (options->chunk_bytes <= 0 || options->chunk_bytes % PAGE || options->n_bounces < 1)
         return EINVAL;
     memset(io, 0, sizeof *io);
@@ -384,14 +425,18 @@ int64_t ms_io_start(io_t *io, const io_options_t *options)
     for (int kind = IO_WRITE; kind <= IO_READ; kind++) {
         lane_t *lane = &io->lane[kind];
         lane->io = io;
+        lane->finish = kind == IO_WRITE ? finish_write : finish_read;
+        XXH3_64bits_reset(&lane->sum);
         lane->length = kind == IO_WRITE ? min64(io->o.n_bounces, RING) : RING;
         sem_init(&lane->jobs, 0, 0);
         sem_init(&lane->room, 0, (unsigned)lane->length);
         sem_init(&lane->chunks, 0, 0);
-        int back = !(io->o.outside && kind == IO_WRITE), front = !(io->o.outside && kind == IO_READ);
-        if (back && !failed && !(failed = start_thread(lane, &lane->back, BACK[kind])))
+        /* The caller's thread of a lane is the one that calls pwrite or pread. */
+        int its_back = io->o.outside && kind == IO_WRITE && !io->o.single;
+        int its_front = io->o.outside && !its_back;
+        if (!its_back && !io->o.single && !failed && !(failed = start_thread(lane, &lane->back, back)))
             lane->has_back = 1;
-        if (front && !failed && !(failed = start_thread(lane, &lane->front, FRONT[kind])))
+        if (!its_front && !failed && !(failed = start_thread(lane, &lane->front, FRONT[kind])))
             lane->has_front = 1;
     }
     if (failed)
@@ -405,7 +450,10 @@ void ms_io_work(io_t *io, int64_t kind)
 {
     lane_t *lane = &io->lane[kind];
     lane->outside = 1;
-    kind == IO_WRITE ? write_back(lane) : read_front(lane);
+    if (kind == IO_READ)
+        read_front(lane);
+    else
+        io->o.single ? write_front(lane) : back(lane);
 }
 
 /* Queue a job, behind those of its kind: a write (IO_WRITE) or a read (IO_READ).

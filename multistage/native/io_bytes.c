@@ -12,29 +12,6 @@
 enum { GROW = 64 << 20 };
 static const uint32_t TMPFS = 0x01021994u, RAMFS = 0x858458f6u;
 
-void io_gather(const job_t *job, int64_t *piece, char *to, int64_t offset, int64_t nbytes)
-{
-    int64_t at = offset, stop = offset + nbytes;
-    for (; *piece < job->n_pieces; ++*piece) {
-        const piece_t *p = &job->pieces[*piece];
-        int64_t end = p->offset + p->nbytes;
-        if (p->offset >= stop)
-            break;
-        if (p->offset > at) {
-            memset(to + (at - offset), 0, (size_t)(p->offset - at));
-            at = p->offset;
-        }
-        if (end > at) {
-            int64_t n = min64(end, stop) - at;
-            memcpy(to + (at - offset), p->data + (at - p->offset), (size_t)n);
-            at += n;
-        }
-        if (end > stop)
-            return;
-    }
-    memset(to + (at - offset), 0, (size_t)(stop - at));
-}
-
 int64_t io_pwrite(int64_t fd, void *data, int64_t nbytes, int64_t position)
 {
     ssize_t done = pwrite((int)fd, data, (size_t)nbytes, position);

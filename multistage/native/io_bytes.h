@@ -42,7 +42,8 @@ typedef struct {
     int64_t most_bytes;   /* never allocate more than that ahead of use; negative: no limit */
     char *bounce;         /* n_bounces buffers of chunk_bytes, whole pages, for gathering */
     int64_t chunk_bytes, n_bounces;
-    int64_t nice;                /* added to the threads' own */
+    int64_t nice;       /* added to the threads' own */
+    int64_t single;     /* one thread each way, not two */
     int64_t outside;    /* two threads of the caller's run ms_io_work, with whole records to read */
     int64_t unverified; /* any sum is taken of what is read */
     transfer_t *pwrite, *pread; /* NULL: the system's */
@@ -68,9 +69,6 @@ static inline int64_t now_ns(void)
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static inline int64_t pages_of(int64_t nbytes) { return (nbytes + PAGE - 1) / PAGE * PAGE; }
-
-/* Copy bytes offset .. offset+nbytes of the record; `piece` is where the last call ended. */
-void io_gather(const job_t *job, int64_t *piece, char *to, int64_t offset, int64_t nbytes);
 
 /* Write or read what the system takes in one call; returns the bytes, or an errno, negated. */
 int64_t io_pwrite(int64_t fd, void *data, int64_t nbytes, int64_t position);

@@ -572,7 +572,7 @@ int64_t ms_stream_open(const stream_options_t *options, stream_t **stream)
         failed = ms_io_start(s->io, &(io_options_t){
             .fd = s->o.fd, .most_bytes = s->o.most_bytes, .bounce = s->o.bounce,
             .chunk_bytes = s->o.chunk_bytes, .n_bounces = s->o.n_bounces, .nice = s->o.nice,
-            .outside = s->o.outside, .unverified = s->o.unverified,
+            .single = s->o.single, .outside = s->o.outside, .unverified = s->o.unverified,
             .pwrite = s->o.pwrite, .pread = s->o.pread});
     if (failed) {
         free(s->io);

@@ -44,6 +44,7 @@ typedef struct {
     char *bounce; /* n_bounces buffers of chunk_bytes, whole pages: large records pass through them */
     int64_t chunk_bytes, n_bounces;
     int64_t nice;       /* added to that of the threads */
+    int64_t single;     /* one thread each way, which copies and transfers in turn, not two */
     int64_t unverified; /* what is read need not have the checksum of what was written */
     /* Not a file: two threads of the caller run ms_stream_work, and pwrite and pread are called
      * by them, with the bytes of the extent for `fd`, and its number << STREAM_PLACE | the place in

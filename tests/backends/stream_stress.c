@@ -74,7 +74,7 @@ static int same(const char *found, int64_t nbytes, char value)
 }
 
 /* Returns how many records came back wrong, or were lost though nothing failed. */
-static int run(int fd, int64_t count, int64_t room, transfer_t *write_with, int outside)
+static int run(int fd, int64_t count, int64_t room, transfer_t *write_with, int outside, int single)
 {
     static stream_view_t view;
     static char source[KEYS][LARGE];
@@ -84,7 +84,7 @@ static int run(int fd, int64_t count, int64_t room, transfer_t *write_with, int 
     stream_options_t o = {.fd = fd, .most_bytes = room, .count = count, .record_bytes = SMALL,
                           .extent_bytes = EXTENT, .depth = 3, .arena = arena, .landing = 3 * EXTENT,
                           .n_buffers = count > 1 ? 3 : 0, .bounce = bounce, .chunk_bytes = CHUNK, .n_bounces = 2,
-                          .outside = outside, .view = &view,
+                          .single = single, .outside = outside, .view = &view,
                           .pwrite = outside ? outside_write : write_with,
                           .pread = outside ? outside_read : NULL};
     pthread_t threads[2];
@@ -152,12 +152,13 @@ int main(void)
     if (!file)
         return 2;
     int fd = fileno(file), wrong = 0;
-    for (int64_t count = 1; count <= COUNT; count += COUNT - 1) {
-        wrong += run(fd, count, -1, NULL, 0);
-        wrong += run(fd, count, ROOM, paged_pwrite, 0);
-        wrong += run(fd, count, -1, failing_pwrite, 0);
-        wrong += run(fd, count, ROOM, NULL, 1);
-    }
+    for (int64_t count = 1; count <= COUNT; count += COUNT - 1)
+        for (int single = 0; single < 2; single++) {
+            wrong += run(fd, count, -1, NULL, 0, single);
+            wrong += run(fd, count, ROOM, paged_pwrite, 0, single);
+            wrong += run(fd, count, -1, failing_pwrite, 0, single);
+            wrong += run(fd, count, ROOM, NULL, 1, single);
+        }
     fclose(file);
     printf("%d wrong\n", wrong);
     return wrong != 0;

@@ -28,13 +28,15 @@ STORES: dict[str, Callable[[Path], Store]] = {
     "memory": lambda folder: MemoryStore(),
     "memory, bounded": lambda folder: MemoryStore(24 << 20),
     "memory, small buffers": lambda folder: MemoryStore(24 << 20, buffer_bytes=48 << 10),
-    "memory, no buffers": lambda folder: MemoryStore(buffer_bytes=0, queue_depth=1),
+    "memory, no buffers": lambda folder: MemoryStore(buffer_bytes=0, queue_depth=1, threads=1),
     "native": lambda folder: FileStore(folder, "native"),
     "native, deep queue": lambda folder: FileStore(folder, "native", queue_depth=9),
     "native, small buffers": lambda folder: FileStore(
         folder, "native", capacity_bytes=24 << 20, buffer_bytes=48 << 10
     ),
-    "native, no buffers": lambda folder: FileStore(folder, "native", buffer_bytes=0, queue_depth=1),
+    "native, no buffers": lambda folder: FileStore(
+        folder, "native", buffer_bytes=0, queue_depth=1, threads=1
+    ),
     "direct": lambda folder: FileStore(folder, "direct", queue_depth=4),
     "direct, small buffers": lambda folder: FileStore(
         folder, "direct", capacity_bytes=24 << 20, buffer_bytes=48 << 10

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from multistage.backends import FileStore, open_store
 from multistage.backends.lanes import Lane
+from multistage.errors import StoreError
+from multistage.states.layout import Layout
 from multistage.support.waiting import Latch
 
 
@@ -51,3 +57,38 @@ def test_a_thread_whose_end_was_waited_for_in_vain_is_waited_for_again() -> None
     finally:
         signal.signal(signal.SIGINT, before)
     assert done == [7]
+
+
+def _tasks() -> set[int]:
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are bound to CPUs on Linux")
+@pytest.mark.parametrize("name", ["file", "direct", "aiofiles", "memory", "compressed", "plain"])
+def test_threads_run_on_the_cpus_given(name: str, tmp_path: Path) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    tier = {
+        "file": f"file:{tmp_path}?",
+        "direct": f"file:{tmp_path}?engine=direct&",
+        "aiofiles": f"file:{tmp_path}?engine=aiofiles&",
+        "compressed": "memory:?compress=auto&",
+    }.get(name, "memory:?")
+    state, mine, others = np.arange(100_000.0), os.sched_getaffinity(0), _tasks()
+    store = open_store(f"{tier}cpus={cpu}&threads=1")
+    store.open(Layout.of(state))
+    assert store.put(0, [state], block=True) and np.array_equal(store.get(0)[0], state)
+    made = {os.sched_getaffinity(task) == {cpu} for task in _tasks() - others}
+    store.close()
+    assert made == {True} and os.sched_getaffinity(0) == mine
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are bound to CPUs on Linux")
+def test_cpus_that_are_not_there_are_named(tmp_path: Path) -> None:
+    cpu, mine = max(os.sched_getaffinity(0)), os.sched_getaffinity(0)
+    store = FileStore(tmp_path, cpus=f"{cpu},8000-8002,8004")
+    with pytest.raises(StoreError, match=r"there is no CPU 8000-8002,8004 for this process; it"):
+        store.open(Layout.of(np.zeros(3)))
+    assert os.sched_getaffinity(0) == mine
+    store.cpus = frozenset({cpu})
+    store.open(Layout.of(np.zeros(3)))  # nothing is left open
+    store.close()

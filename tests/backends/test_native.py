@@ -52,10 +52,19 @@ def pread(fd: int, address: int, nbytes: int, position: int) -> int:
 
 
 def hooked(
-    folder: Path, *, write: Hook = pwrite, read: Hook = pread, buffer_bytes: int = 8 << 20
+    folder: Path,
+    *,
+    write: Hook = pwrite,
+    read: Hook = pread,
+    buffer_bytes: int = 8 << 20,
+    threads: int = 2,
 ) -> StreamedStore:
     store = StreamedStore(
-        "hooked", lambda: DirectFile(folder), buffer_bytes=buffer_bytes, bounces=2
+        "hooked",
+        lambda: DirectFile(folder),
+        buffer_bytes=buffer_bytes,
+        bounces=2,
+        threads=threads,
     )
     store._hooks = (write, read)
     return store
@@ -102,12 +111,13 @@ def test_interrupted_and_partial_transfers(tmp_path: Path) -> None:
     check_store(lambda: hooked(tmp_path, write=sparing(pwrite), read=sparing(pread)))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("at", range(9))
 @pytest.mark.parametrize("answer", [-errno.EIO, 0, 7])
-def test_a_write_that_fails(tmp_path: Path, at: int, answer: int) -> None:
+def test_a_write_that_fails(tmp_path: Path, at: int, answer: int, threads: int) -> None:
     """Three states of three chunks: whichever fails takes its own state along, no other."""
     layout = Layout.of(LARGE)
-    store = hooked(tmp_path, write=failing(pwrite, at, answer))
+    store = hooked(tmp_path, write=failing(pwrite, at, answer), threads=threads)
     store.open(layout)
     arrays = {
         key: [(array + key).astype(array.dtype) for array in layout.arrays(LARGE)]
@@ -147,9 +157,10 @@ def flipping(at: int) -> Hook:
     return hook
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("at", range(9))
 @pytest.mark.parametrize("fault", ["error", "end", "flip"])
-def test_a_read_that_fails(tmp_path: Path, at: int, fault: str) -> None:
+def test_a_read_that_fails(tmp_path: Path, at: int, fault: str, threads: int) -> None:
     hooks = {
         "error": failing(pread, at, -errno.EIO),
         "end": failing(pread, at, 0),
@@ -157,7 +168,7 @@ def test_a_read_that_fails(tmp_path: Path, at: int, fault: str) -> None:
     }
     reason = {"error": "Input/output", "end": "file ends", "flip": "checksum does not match"}
     layout = Layout.of(LARGE)
-    store = hooked(tmp_path, read=hooks[fault])
+    store = hooked(tmp_path, read=hooks[fault], threads=threads)
     store.open(layout)
     lost = []
     for key in range(3):

@@ -32,6 +32,8 @@ LAYOUT = Layout.of(STATE)
 class Gate(Ram):
     """Host memory whose writes wait at a gate."""
 
+    threads = 2
+
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.open = threading.Event()
@@ -44,6 +46,8 @@ class Gate(Ram):
 class NativeGate(DirectFile):
     """The same of the native engine."""
 
+    threads = 2
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.open = threading.Event()
@@ -51,6 +55,18 @@ class NativeGate(DirectFile):
     def pwrite(self, fd: int, address: int, nbytes: int, position: int) -> int:
         self.open.wait()
         return os.pwrite(fd, (ctypes.c_char * nbytes).from_address(address), position)
+
+
+class SingleGate(Gate):
+    """With one thread each way."""
+
+    threads = 1
+
+
+class SingleNativeGate(NativeGate):
+    """With one thread each way."""
+
+    threads = 1
 
 
 class Gates:
@@ -66,9 +82,14 @@ class Gates:
             return self.made[-1]
 
         store = StreamedStore(
-            "gated", made, buffer_bytes=buffer_bytes, queue_depth=queue_depth, bounces=2
+            "gated",
+            made,
+            buffer_bytes=buffer_bytes,
+            queue_depth=queue_depth,
+            bounces=2,
+            threads=self._kind.threads,
         )
-        if self._kind is NativeGate:
+        if issubclass(self._kind, NativeGate):
             store._hooks = (lambda *of: self.made[-1].pwrite(*of), None)  # type: ignore[union-attr]
         store.open(LAYOUT)
         return store
@@ -82,9 +103,9 @@ class PlainGate(Gate):
     """Without the C core."""
 
 
-@pytest.fixture(params=[Gate, NativeGate, PlainGate])
+@pytest.fixture(params=[Gate, NativeGate, SingleGate, SingleNativeGate, PlainGate])
 def gates(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Gates]:
-    if request.param is NativeGate and "native" not in available_engines():
+    if issubclass(request.param, NativeGate) and "native" not in available_engines():
         pytest.skip("the C core was not built")
     gates = Gates(request.param, tmp_path)
     yield gates
@@ -186,6 +207,12 @@ def test_arguments() -> None:
         ({"capacity_bytes": -1}, "capacity_bytes=-1"),
         ({"buffer_bytes": -1}, "buffer_bytes=-1"),
         ({"queue_depth": 0}, "queue_depth=0"),
+        ({"threads": 3}, "threads=3 must be 1 or 2"),
+        ({"cpus": "1-"}, "cpus='1-' must be numbers and ranges"),
+        ({"cpus": "3-1"}, "cpus='3-1' must be numbers and ranges"),
+        ({"cpus": ""}, "cpus='' must be numbers and ranges"),
+        ({"cpus": []}, "must name a CPU"),
+        ({"cpus": [-1]}, "cpus=-1 must not be negative"),
     ):
         with pytest.raises(ArgumentError, match=message):
             StreamedStore("x", Ram, **options)  # type: ignore[arg-type]

@@ -102,6 +102,8 @@ def test_an_incomplete_store_is_refused_by_its_missing_methods() -> None:
         ("file:///x?speed=9", "unknown option 'speed'"),
         ("memory:?engine=direct", "unknown option 'engine'"),
         ("file:///x?queue=two", "queue='two' must be a whole number"),
+        ("file:///x?threads=0", "threads=0 must be 1 or 2"),
+        ("memory:?cpus=one", "cpus='one' must be numbers and ranges"),
         ("file:///x?queue=0", "queue_depth=0 must be at least 1"),
         ("file:///x?capacity=lots", "lots"),
         ("file:///x?capacity=", "capacity=.* is no byte count"),

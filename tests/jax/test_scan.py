@@ -337,6 +337,11 @@ REFUSED = {
         ArgumentError,
         "cannot be used inside a compiled program",
     ),
+    "cpus of a tier": (
+        lambda: ours(tiers="memory:?cpus=0")(lambda c, x: (c, None), C0, XS),
+        ArgumentError,
+        "threads= and cpus= are not for compiled programs",
+    ),
     "no folder": (
         lambda: jax.jit(lambda w: loss(ours(tiers="file:/none/there"), w, C0, XS))(W),
         StoreError,

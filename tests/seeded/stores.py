@@ -25,8 +25,8 @@ backends/test_contract.py
 + if self._setup.verify and found == 0:
 
 backends/test_native.py backends/test_contract.py
-- && XXH3_64bits_digest(&sum) != chunk.job->sum)
-+ && !XXH3_64bits_digest(&sum))
+- && XXH3_64bits_digest(&lane->sum) != chunk->job->sum)
++ && !XXH3_64bits_digest(&lane->sum))
 
 backends/test_streamed.py backends/test_contract.py
 - .written = e->state == QUEUED ? &e->write : NULL,
