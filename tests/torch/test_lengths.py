@@ -123,10 +123,18 @@ def test_the_kinds_used_last_are_remembered(
     assert len(measured) <= 10  # those that others are estimated from are in use
 
 
+def test_lengths_beyond_those_measured_are_not_estimated_too_low(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls.ChainCall, "_for_larger", None)
+    _train(Attends, 0.8, [40, 50, 51, 55, 58, 39, 35, 30])
+    assert measured == [40, 50]
+
+
 def test_an_estimate_of_a_stage_that_takes_no_time_has_no_overhead_either() -> None:
     one, other = (
         Stage("s", forward_s=s, backward_s=s, output_bytes=4, tape_bytes=4, overhead_s=2e-6)
         for s in (2e-6, 1e-6)
     )
-    found = profiles._stage(one, other, 2.0)
+    found = profiles._stage(one, other, profiles._At(2.0, 0.0))
     assert found.forward_s == found.overhead_s == 0.0

@@ -1,10 +1,11 @@
 """Profiles made of others: of a larger input, and of lengths that lie on a line.
 
 Inputs whose shapes lie on a line with those of two measured kinds, as sequences of several
-lengths do, cost what lies on the line through theirs.  Bytes grow no slower than linearly, so
-that between two measured lengths they are estimated too high rather than too low.  The estimate
-is verified as the chain runs: what stages save and return is compared with it, and the first
-iteration is metered.
+lengths do, cost what lies on the line through theirs.  Bytes grow no slower than linearly and no
+faster than quadratically (attention), so that between two measured lengths the line is too high
+rather than too low, and beyond them so is the steepest parabola through both that has no negative
+part.  The estimate is verified as the chain runs: what stages save and return is compared with
+it, and the first iteration is metered.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import combinations
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from ...model.stages import Stage, StageCosts
 from ..measurement.measure import Profile
@@ -32,6 +33,13 @@ _BYTES = (
 _NEAR = 2  # times a measured length, or a part of it: what is estimated is not further away
 _Value = TypeVar("_Value", int, float)
 Measured: TypeAlias = tuple[Kind, Planned]
+
+
+class _At(NamedTuple):
+    """Where lengths lie between two others (0 and 1), and how far above the line values may."""
+
+    share: float
+    bend: float
 
 
 def with_sizes(profile: Profile, sizes: Sequence[Sizes | None]) -> Profile:
@@ -83,16 +91,17 @@ def estimate(kind: Kind, known: Sequence[Measured]) -> tuple[Measured, Measured,
     known : sequence of (Kind, Planned)
         Measured, of the chain's present stages.
     """
-    pairs: list[tuple[bool, float, int, float, Measured, Measured]] = []
+    pairs: list[tuple[bool, float, int, _At, Measured, Measured]] = []
     for one, other in combinations([k for k in known if k[0].family == kind.family], 2):
         share = _share(one[0].lengths, other[0].lengths, kind.lengths)
         if share is not None and _are_alike(one[1].measured, other[1].measured):
             away = abs(share - 0.5) * math.dist(one[0].lengths, other[0].lengths)
-            pairs.append((abs(share - 0.5) > 0.5, away, len(pairs), share, one, other))
+            at = _At(share, _bend(one[0].lengths, other[0].lengths, share))
+            pairs.append((abs(share - 0.5) > 0.5, away, len(pairs), at, one, other))
     if not pairs:
         return None
-    *_, share, one, other = min(pairs)
-    return one, other, _on_line(one[1].measured, other[1].measured, share)
+    *_, at, one, other = min(pairs, key=lambda pair: pair[:3])
+    return one, other, _on_line(one[1].measured, other[1].measured, at)
 
 
 def _share(one: Sequence[int], other: Sequence[int], new: Sequence[int]) -> float | None:
@@ -111,6 +120,16 @@ def _share(one: Sequence[int], other: Sequence[int], new: Sequence[int]) -> floa
     return share if -1 <= share <= 2 and near else None
 
 
+def _bend(one: Sequence[int], other: Sequence[int], share: float) -> float:
+    """Return by how much of a difference values may lie above the line.
+
+    Of c n^2 + d n + e, which is f at lengths a and b, c is at most (f(b) - f(a)) / (b^2 - a^2), and
+    the value at n lies c (n - a) (n - b) above the line.
+    """
+    steepest = max(abs(b - a) / (a + b) for a, b in zip(one, other, strict=True) if a != b)
+    return max(0.0, share * (share - 1)) * steepest
+
+
 def _are_alike(one: Profile, other: Profile) -> bool:
     """Whether stages do the same, whatever it costs."""
 
@@ -121,11 +140,11 @@ def _are_alike(one: Profile, other: Profile) -> bool:
     return one.groups == other.groups and all(but_measured(a) == but_measured(b) for a, b in pairs)
 
 
-def _on_line(one: Profile, other: Profile, share: float) -> Profile:
-    value = partial(_value, share=share)
+def _on_line(one: Profile, other: Profile, at: _At) -> Profile:
+    value = partial(_value, at=at)
     a, b = one.costs, other.costs
     costs = StageCosts(
-        tuple([_stage(x, y, share) for x, y in zip(a.stages, b.stages, strict=True)]),
+        tuple([_stage(x, y, at) for x, y in zip(a.stages, b.stages, strict=True)]),
         value(a.input_bytes, b.input_bytes),
         value(a.input_gradient_bytes, b.input_gradient_bytes),
     )
@@ -136,16 +155,16 @@ def _on_line(one: Profile, other: Profile, share: float) -> Profile:
     return replace(one, costs=costs, traits=traits)
 
 
-def _stage(one: Stage, other: Stage, share: float) -> Stage:
+def _stage(one: Stage, other: Stage, at: _At) -> Stage:
     numbers = [f.name for f in fields(Stage) if f.name not in ("name", "ways", "way")]
-    values = {n: _value(getattr(one, n), getattr(other, n), share) for n in numbers}
+    values = {n: _value(getattr(one, n), getattr(other, n), at) for n in numbers}
     values["tape_bytes"] = max(values["tape_bytes"], values["output_bytes"])
     values["spared_s"] = min(values["spared_s"], values["forward_s"])
     values["overhead_s"] = min(values["overhead_s"], values["forward_s"] + values["backward_s"])
     return replace(one, **values, ways=())  # which are known of the measured kinds alone
 
 
-def _value(one: _Value, other: _Value, share: float) -> _Value:
-    """Return a value on the line through two; of bytes a whole number, rounded up."""
-    value = max(0.0, one + (other - one) * share)
+def _value(one: _Value, other: _Value, at: _At) -> _Value:
+    """Return a value on the line through two, or above; of bytes a whole number, rounded up."""
+    value = max(0.0, one + (other - one) * at.share + abs(other - one) * at.bend)
     return math.ceil(round(value, 6)) if isinstance(one, int) else value
