@@ -27,6 +27,13 @@ PACKAGES = (
     "multistage-checkpointing",
 )
 
+# malloc keeps what is freed, as CUDA's allocator does: first touches of pages drown the rest.
+KEEP = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
+
 
 def require_core() -> None:
     """End the program if it would measure the Python twins without being asked to.

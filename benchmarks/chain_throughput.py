@@ -3,8 +3,9 @@
 A residual network and an MLP mixer (and torchvision's networks on a CUDA
 device, where torchvision is installed): plain training, torch's
 `checkpoint_sequential` with every number of segments from 2 to 2 sqrt(L), the
-optimal schedule within the peak of each of these, and the optimal schedule and
-Revolve at some limits between the least and plain training's.  Each point is a
+optimal schedule within the peak of each of these (`compile`, which also keeps tapes in part),
+and the optimal schedule and Revolve (`Sequential`) at some limits between the least and plain
+training's.  Each point is a
 fresh process, in which its steps alternate with plain ones, and those of
 `checkpoint_sequential` with those of the optimal schedule at its peak;
 gradients are asserted to be the plain ones.
@@ -43,16 +44,11 @@ import torch
 
 from benchmarks import _chain_points
 from benchmarks._chain_models import TORCHVISION
-from benchmarks._common import child, finish, options
+from benchmarks._common import KEEP, child, finish, options
 from multistage.model.stages import StageCosts
 from multistage.planners.chain.heterogeneous import memory_curve, smallest_memory
 from multistage.torch.planning.choosing import held_by_caller
 
-KEEP = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "MALLOC_TOP_PAD_": str(1 << 26),
-}
 BATCHES = {"cpu": {"residual": 12, "mixer": 6}, "cuda": {"residual": 1024, "mixer": 512}}
 BATCH_OF_OTHERS = 64
 LIMITS = 2  # beside the peaks of checkpoint_sequential

@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import statistics
 import subprocess
@@ -39,13 +40,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _zoo_cells, _zoo_models
-from benchmarks._common import child, finish, machine, options
+from benchmarks._common import KEEP, child, finish, machine, options
 from benchmarks.docs import fill, markdown
 
 LIMITS = (0.7, 0.5, 0.3)
 REPEATS = 5
 STOP_S = 900.0
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **KEEP}
 QUICK = (
     "timm resnet18",
     "timm mobilenetv3_small_050",
@@ -81,7 +82,7 @@ def _record(name: str, args: argparse.Namespace) -> dict[str, Any]:
         found = {"name": name, "points": [], "reason": f"stopped after {STOP_S:g} s"}
     except subprocess.CalledProcessError as error:
         found = {"name": name, "points": [], "reason": f"exit status {error.returncode}"}
-    found["took_s"] = time.perf_counter() - began
+    found["took_s"], found["load"] = time.perf_counter() - began, os.getloadavg()[1]
     if path:
         path.write_text(json.dumps(found, indent=1) + "\n")
     return found
@@ -225,7 +226,8 @@ def page(path: Path, records: Sequence[dict[str, Any]], found: dict[str, float])
     versions = ", ".join(f"{n} {here['versions'][n]}" for n in ("torch", "timm", "transformers"))
     parts = {
         "run": f"{here['processor']}, one thread; python {here['versions']['python']}, "
-        f"{versions}. {len(records)} subjects.\n",
+        f"{versions}. {len(records)} subjects; load average {_range(records)} on "
+        f"{os.cpu_count()} processors.\n",
         "ratios": markdown(
             [("figure", "value"), *((f"`{k}`", f"{v:.3g}") for k, v in found.items())]
         ),
@@ -233,6 +235,11 @@ def page(path: Path, records: Sequence[dict[str, Any]], found: dict[str, float])
         "cells": table(cells),
     }
     fill(path, lambda name: parts[name])
+
+
+def _range(records: Sequence[dict[str, Any]]) -> str:
+    loads = [r["load"] for r in records if "load" in r]
+    return f"{min(loads):.1f} to {max(loads):.1f}" if loads else "unknown"
 
 
 def main() -> None:
