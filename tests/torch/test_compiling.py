@@ -28,6 +28,7 @@ from multistage.errors import (
 from multistage.torch.chains.stages import StageRunner
 from multistage.torch.measurement import measure
 from multistage.torch.measurement.traits import Remade
+from multistage.torch.tensors.checksums import Digests
 from multistage.torch.tensors.meter import Meter
 from multistage.torch.tracing import remaking as tracing_remaking
 
@@ -341,20 +342,81 @@ def test_a_second_backward_by_tapes_kept_in_part() -> None:
         compiled(x).square().mean().backward(create_graph=True)
 
 
+FACTOR = {"value": 1.0}  # which TorchDynamo does not see the operator read
+
+
+@torch.library.custom_op("multistage_tests::scaled", mutates_args=())
+def scaled(x: Tensor) -> Tensor:
+    return x * FACTOR["value"]
+
+
+scaled.register_fake(torch.empty_like)
+scaled.register_autograd(lambda ctx, gradient: gradient)
+
+
+def own_operator(block: Any, y: Tensor) -> Tensor:
+    return torch.tanh(scaled(torch.tanh(y)))
+
+
 @pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize("memory", [0.9, 0.4])
 @pytest.mark.parametrize("check", ["error", "off"])
-def test_what_is_made_again_is_compared(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = Words(), torch.randint(40, (4, 12))
-    compiled = mst.compile(model, memory=0.9, check=check)
-    step(compiled, x)
-    assert ways_of(compiled)
-    make = Remade.make
-    monkeypatch.setattr(Remade, "make", lambda *a: {n: t + 1 for n, t in make(*a).items()})
+def test_what_operators_of_ones_own_make_again_is_compared(
+    check: Any, memory: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = mst.compile(Net(own_operator), memory=memory, check=check)
+    step(compiled, batch())
+    y = compiled(batch())
+    monkeypatch.setitem(FACTOR, "value", 2.0)
     if check == "off":
-        step(compiled, x)
+        y.sum().backward()
         return
     with pytest.raises(StateError, match="saved other numbers"):
-        step(compiled, x)
+        y.sum().backward()
+
+
+@pytest.mark.usefixtures("cheap")
+def test_what_operations_of_torch_make_again_is_compared_by_the_check_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = mst.compile(Net(dropping), memory=0.7)
+    monkeypatch.setattr(Digests, "of", None)
+    step(compiled, batch())
+    assert compiled.checked is not None and compiled.checked.outcome == "equal"
+    torch.compiler.reset()
+    remake = StageRunner.remake
+
+    def wrong(*given: Any) -> dict[int, Tensor]:
+        return {n: t + 1 for n, t in (remake(*given) or {}).items()}
+
+    monkeypatch.setattr(StageRunner, "remake", wrong)
+    with pytest.raises(StateError, match="does not do what the captured graph does"):
+        mst.compile(Words(), memory=0.9)(torch.randint(40, (4, 12)))
+
+
+@pytest.mark.usefixtures("cheap")
+def test_stages_that_do_the_same_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[str] = []
+    count = measure.StageRun.count
+
+    def counting_run(run: measure.StageRun) -> Any:
+        counted.append(run._trait.name)
+        return count(run)
+
+    monkeypatch.setattr(measure.StageRun, "count", counting_run)
+    found = []
+    for alike in (True, False):
+        counted.clear()
+        if not alike:
+            monkeypatch.setattr(measure, "_kind_of", lambda *_: None)
+        torch.manual_seed(0)
+        compiled = mst.compile(Words(), memory=0.6)
+        step(compiled, torch.randint(40, (4, 12)))
+        assert compiled.plan is not None
+        found.append((len(counted), compiled.plan.stage_costs))
+    (few, costs), (all_of_them, each) = found
+    assert few <= all_of_them // 2
+    assert costs == each
 
 
 @pytest.mark.usefixtures("cheap")

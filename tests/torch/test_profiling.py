@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError
-from multistage.torch.measurement.measure import seconds_between
+from multistage.torch.measurement.clocks import seconds_between
 from multistage.torch.tensors.meter import Meter
 
 CPU = torch.device("cpu")

@@ -212,8 +212,10 @@ class StageRunner:
             caught.without, caught.first = self.traits[i].remade, True
         # What a tier has is run again only if it is lost.
         again = not caught.holds or caught.without is not None
-        if self._check != "off" and again and not self.traits[i].fills:
+        trait = self.traits[i]
+        if self._check != "off" and again and not (trait.fills or trait.is_pure):
             caught.digests = Digests()
+        caught.counts_alone = trait.is_pure and trait.remade is None
         self._first[i] = caught.kinds, caught.sums
         caught.begun = nodes_made()
         return Saved(caught.see, partial(unpack, i), self._refusing(i), stage=self.traits[i].name)
@@ -334,6 +336,7 @@ class StageRunner:
         digests = Digests() if self._first[i][1] else None
         name = self.traits[i].name
         caught = Caught(name, around.places(), digests=digests, enough=enough)
+        caught.counts_alone = self.traits[i].is_pure and self.traits[i].remade is None
         caught.without = None if alone else self.traits[i].remade
         with (
             contextlib.suppress(Complete),

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import StateError
-from ..tensors.checksums import digest, fingerprint, same_bits
+from ..tensors.checksums import fingerprint, same_bits, sums_of, whole_memory
 from .copies import address, addresses, cloned, put_back, version_of
 from .places import replacing
 from .randomness import Generators, State, random_devices
@@ -73,6 +73,7 @@ class Environment:
         "_places",
         "_pointers",
         "_random",
+        "_sizes",
         "_sums",
         "_tensors",
         "_versions",
@@ -101,7 +102,7 @@ class Environment:
         self._versions = [t._version for t in self._tensors]
         self._flags = [t.requires_grad for t in self._tensors]
         self._pointers = [] if exchanges_memory() else addresses(self._tensors)
-        self._sums = _sums_of(self._tensors) if by_value else []
+        self._sizes, self._sums = self._summed() if by_value else ([], [])
         self._places: dict[int, int] | None = None
         self._kept = cloned(buffers) if keep_values else []
         self._kept_versions = [0 if b is None else version_of(b) for b in buffers]
@@ -230,16 +231,32 @@ class Environment:
                     "was given other memory between forward and backward (by .data, .to(), "
                     ".double() or the like)",
                 )
-        if self._sums and (now := _sums_of(self._tensors)) != self._sums:
-            for tensor, before, after in zip(self._tensors, self._sums, now, strict=True):
+        if not self._sums:
+            return
+        sizes, now = self._summed()
+        if now != self._sums:
+            before = zip(self._sizes, self._sums, strict=True)
+            for tensor, size, bits, (size_before, bits_before) in zip(
+                self._tensors, sizes, now, before, strict=True
+            ):
                 # A shard and the whole (FSDP) are not to be compared.
-                same_size = before is not None is not after and before[0] == after[0]
-                if same_size and before != after:
+                comparable = bits is not None is not bits_before and size == size_before
+                if comparable and bits != bits_before:
                     raise self._changed(
                         tensor,
                         "holds other numbers than in the forward pass, though no version says so: "
                         "a fused optimizer's step, .data, NumPy, or the stage itself wrote to it",
                     )
+
+    def _summed(self) -> tuple[Sequence[int], list[int | None]]:
+        """Return the bytes and the checksums of the tensors; None for those elsewhere."""
+        at = addresses(self._tensors)
+        sizes = [t.nbytes if where else 0 for t, where in zip(self._tensors, at, strict=True)]
+        known = self.found.memory
+        if known is None or known[0] is not self._changing or known[1:3] != (at, sizes):
+            memory = [whole_memory(t) or t for t in self._tensors]
+            known = self.found.memory = self._changing, at, sizes, memory
+        return sizes, sums_of(known[3])
 
     def _changed(self, tensor: Tensor, how: str) -> StateError:
         shape = tuple(tensor.shape)
@@ -323,12 +340,6 @@ class Environment:
         copies = cloned([module._buffers[key] for module, key in hidden])
         for (module, key), value in zip(hidden, copies, strict=True):
             yield module._buffers, key, value
-
-
-def _sums_of(tensors: Sequence[Tensor]) -> list[tuple[int, int] | None]:
-    """Return numbers of elements and checksums of tensors in host memory, None for others."""
-    found = [(tensor, digest(tensor)) for tensor in tensors]
-    return [None if bits is None else (tensor.numel(), bits) for tensor, bits in found]
 
 
 _LEFT_ALONE = (

@@ -31,6 +31,7 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import ArgumentError
 from ...states.naming import is_foreign, names_in
+from ..tensors.checksums import Memory
 from .places import ABSENT, LEAVES, Held, Place, Variables, are_alike, replacing, values_of, watched
 from .randomness import Own, is_generator
 
@@ -74,8 +75,8 @@ class Found:
         Of which only parameters and buffers are known.
     number : int
         Of these contents: what is found later with the same number holds the same.
-    addresses : tuple, optional
-        What `Environment.places` has worked out of it.
+    addresses, memory : tuple, optional
+        What `Environment` has worked out of it.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Found:
         if anew:
             self.number = next(_numbers)
             self.addresses: tuple[Buffers, Sequence[int], dict[int, int]] | None = None
+            self.memory: tuple[Buffers, list[int], list[int], Memory] | None = None
             self._devices: frozenset[torch.device] | None = None
         return self
 

@@ -164,6 +164,7 @@ def explore(
             names[i],
             tuple([(m, k) for m, k, _ in changed]),
             frozenset(generators.drawn(random, after)),
+            is_pure=getattr(stage, "is_pure", False),
             scope=scopes[i],
         )
         look = partial(_look_with_graph, stage, given, wants, state, around)

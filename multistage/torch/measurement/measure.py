@@ -15,13 +15,10 @@ one disturbed run does not make a stage look slow.
 from __future__ import annotations
 
 import contextlib
-import math
-import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import TypeAlias
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -35,44 +32,38 @@ from ..environment.randomness import Generators
 from ..environment.scope import Scope
 from ..environment.settings import casting_anew, leave_hooks_alone
 from ..environment.states import tensors_in
-from ..tensors.checksums import digest
 from ..tensors.meter import Meter, storages_of
+from .clocks import Moment, Times, digest_s, engine_s, hook_s, moment, seconds_between, seconds_of
 from .exploring import Call, HooksOnTensors, explore, fresh_copy, has_node, hooks_silent, untouched
 from .joining import grouped
-from .saved import Caught, Saved, never
+from .saved import Saved, never
 from .traits import Count, Remade, Sizes, Traits, bytes_of
 
 _LEAST_ROUNDS = 2  # of timing a stage: the first pays for what is made once
 _MOST_ROUNDS = 50
 _SHARDED_ROUNDS = 4
-_ENGINE_ROUNDS = 20
-_DIGEST_BYTES = 1 << 22
 _CHECKPOINTS = ("CheckpointFunctionBackward",)  # reentrant ones of torch
-# By the clock, computed by the thread, and how often it lost its core; or an event on a device.
-Moment: TypeAlias = tuple[float, float, int] | torch.Event
-_THREAD: int | None = getattr(resource, "RUSAGE_THREAD", None)  # on Linux
 
 
-@dataclass(slots=True)
-class Times:
-    """Seconds of stages that perform the same operations: the least of all rounds."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured of a stage."""
 
-    forward_s: float = math.inf
-    spared_s: float = math.inf
-    backward_s: float = math.inf
-    rounds: int = 0
+    stage: Stage
+    times: Times
+    overhead_s: float
+    sizes: Sizes
+    ways: tuple[Remade, ...]
+    hidden_bytes: int
 
-    @property
-    def round_s(self) -> float:
-        """Seconds that a round takes, which runs forward twice."""
-        return 2 * self.forward_s + self.backward_s
-
-    def add(self, forward_s: float, spared_s: float, backward_s: float) -> None:
-        """Add a round."""
-        self.forward_s = min(self.forward_s, forward_s)
-        self.spared_s = min(self.spared_s, spared_s)
-        self.backward_s = min(self.backward_s, backward_s)
-        self.rounds += 1
+    def of(self, call: Call, name: str) -> Measured:
+        """Return the same of another stage, which does the same."""
+        return replace(
+            self,
+            stage=replace(self.stage, name=name),
+            sizes=self.sizes.fresh(),
+            ways=tuple([replace(way, own=call.own) for way in self.ways]),  # type: ignore[attr-defined]
+        )
 
 
 class StageRun:
@@ -108,6 +99,7 @@ class StageRun:
         self._saved = self._saved_bytes = 0  # tensors that it saves
         self.sizes = Sizes()
         self.hidden_bytes = 0  # that it leaves behind, though nothing that it saves is kept
+        self._around_s = 0.0  # beside its own, where it runs under hooks and is run again
 
     def _fresh(self) -> object:
         """Return the state: leaves, or copies of them for a stage that writes to it.
@@ -120,6 +112,34 @@ class StageRun:
         if not self._trait.changes_input:
             return leaves
         return pytree.tree_map_only(Tensor, Tensor.clone, leaves)
+
+    def measured(self, times: dict[object, Times], seconds: float) -> tuple[Measured, object]:
+        """Return all that is measured, and the state after the stage.
+
+        Parameters
+        ----------
+        times : dict
+            Of stages by the operations that they perform.
+        seconds : float
+            About how long to time.
+        """
+        if self._device.type == "cuda":
+            # First, so that what libraries allocate once, their workspaces, is not counted.
+            found = Times()
+            self.time(found, seconds)
+            stage, state, _ = self.count()
+        else:
+            stage, state, operations = self.count()
+            found = times.setdefault(operations, Times())
+            self.time(found, seconds)
+        overhead_s = self.overhead_s()
+        stage, ways = self.ways(stage, found)
+        return Measured(stage, found, overhead_s, self.sizes, ways, self.hidden_bytes), state
+
+    def passed(self) -> object:
+        """Return the state after the stage."""
+        with torch.enable_grad(), Saved(None, never, never):
+            return pytree.tree_map_only(Tensor, _detached, self._call(self._fresh()))
 
     def count(self) -> tuple[Stage, object, object]:
         """Return the bytes of the stage, the state after it, and the operations it performs."""
@@ -256,12 +276,10 @@ class StageRun:
             del made
             make = partial(remade.make, inputs, tape)
             seconds = min(seconds_of(make, self._device) for _ in range(_LEAST_ROUNDS))
-        if self._device.type == "cpu":  # of checksums, at first and again
-            seconds += 2 * remade.nbytes * _digest_s()
-        return made_bytes, seconds
+        return made_bytes, seconds + self._around_s + 2 * self._summed_s(remade.nbytes)
 
     def overhead_s(self) -> float:
-        """Return the seconds of a run under a plan that are not the stage's own.
+        """Return the seconds that running it again takes beside its own, at first and again.
 
         To capture its environment and put it back, to read the generators, to hand each
         tensor that it saves to a hook and back, and to take its checksum.
@@ -280,8 +298,13 @@ class StageRun:
 
         cpu = torch.device("cpu")
         both_s = min(seconds_of(twice, cpu) for _ in range(2))
-        summed_s = self._saved_bytes * _digest_s() if self._device.type == "cpu" else 0.0
-        return both_s / 2 + self._saved * _hook_s() + summed_s
+        self._around_s = both_s + self._saved * hook_s()
+        return self._around_s + self._saved * hook_s() + 2 * self._summed_s(self._saved_bytes)
+
+    def _summed_s(self, nbytes: int) -> float:
+        """Return the seconds of checksums of what it saves."""
+        is_summed = self._device.type == "cpu" and not self._trait.is_pure
+        return nbytes * digest_s() if is_summed else 0.0
 
     def time(self, found: Times, seconds: float) -> None:
         """Add rounds to the times of the stage: two in all, and more that fit into the seconds."""
@@ -292,6 +315,7 @@ class StageRun:
         done = 0
         while done < least or (
             not collective
+            and not found.is_steady
             and done < _MOST_ROUNDS
             and time.perf_counter() - began + found.round_s <= seconds
         ):
@@ -345,93 +369,6 @@ class StageRun:
             allow_unreachable=True,
             accumulate_grad=True,
         )
-
-
-def moment(device: torch.device) -> Moment:
-    """Return this moment of a computation on a device, which is not waited for."""
-    if device.type == "cuda":
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
-    lost = resource.getrusage(_THREAD).ru_nivcsw if _THREAD is not None else 0
-    return time.perf_counter(), time.thread_time(), lost
-
-
-def seconds_between(began: Moment, ended: Moment) -> float:
-    """Return the seconds between two moments, but those in which others had the thread's core.
-
-    Where torch computes in other threads too, these are unknown, and part of it.
-    """
-    if isinstance(began, tuple) and isinstance(ended, tuple):
-        own = ended[2] > began[2] and torch.get_num_threads() == 1
-        return ended[1] - began[1] if own else ended[0] - began[0]
-    assert not isinstance(began, tuple) and not isinstance(ended, tuple)
-    ended.synchronize()
-    return float(began.elapsed_time(ended)) / 1e3
-
-
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds some work takes, on its device and until it is done."""
-    host = torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = moment(host)
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return seconds_between(began, moment(host))
-
-
-@cache
-def engine_s() -> float:
-    """Return the seconds in which the engine starts: once for a chain, not once a stage."""
-    tensor, one = torch.zeros(1, requires_grad=True), torch.ones(1)
-
-    def seconds() -> float:
-        with torch.enable_grad():
-            made = tensor.view_as(tensor)  # whose adjoint does next to nothing
-        run = partial(
-            torch.autograd.graph._engine_run_backward,
-            *((made,), (one,), False, False, (tensor,), True),
-            accumulate_grad=False,
-        )
-        return seconds_of(run, torch.device("cpu"))
-
-    return min(seconds() for _ in range(_ENGINE_ROUNDS))
-
-
-@cache
-def _digest_s() -> float:
-    """Return the seconds that a checksum takes for each byte."""
-    tensor = torch.zeros(_DIGEST_BYTES, dtype=torch.uint8)
-    found = min(seconds_of(partial(digest, tensor), torch.device("cpu")) for _ in range(5))
-    return found / _DIGEST_BYTES
-
-
-@cache
-def _hook_s() -> float:
-    """Return the seconds to hand a saved tensor to a hook that keeps its kind, and back."""
-    tensor, count = torch.zeros(1, requires_grad=True), 64
-
-    def run() -> None:
-        with torch.enable_grad():
-            made = tensor
-            for _ in range(count):
-                made = made.exp()
-            torch.autograd.graph._engine_run_backward(
-                (made,), (torch.ones(1),), False, False, (tensor,), True, accumulate_grad=False
-            )
-
-    def given(number: int) -> Tensor:
-        return torch.ones(1)
-
-    def hooked() -> None:
-        with Saved(Caught(holds=False).see, given, given):
-            run()
-
-    cpu = torch.device("cpu")
-    plain_s, hooked_s = (min(seconds_of(f, cpu) for _ in range(5)) for f in (run, hooked))
-    return max(0.0, hooked_s - plain_s) / count
 
 
 def bytes_held(tensors: Iterable[Tensor]) -> int:
@@ -550,45 +487,74 @@ def _measure_groups(
     input_gradient = bytes_of(tuple(wanting.values()))
     collective = sharded(parameters)
     times: dict[object, Times] = {}
-    counted: list[tuple[Stage, Times, float]] = []
-    sizes: list[Sizes] = []
-    remade: list[tuple[Remade, ...]] = []
+    alike: dict[object, Measured] = {}
+    found: list[Measured] = []
     with _gradients_put_back(parameters) if collective else contextlib.nullcontext():
         for call, trait in zip(calls, traits, strict=True):
             scope = trait.scope or Scope([call])
             # Nothing can stand in for sharded parameters.
             with contextlib.nullcontext() if collective else standing_in(scope) as stand_ins:
+                kind = _kind_of(call, trait, state)
                 run = StageRun(call, trait, scope, state, device, stand_ins)
-                if device.type == "cuda":
-                    # First, so that what libraries allocate once, their workspaces, is not counted.
-                    found = Times()
-                    run.time(found, seconds / len(calls))
-                    stage, state, _ = run.count()
+                known = None if kind is None else alike.get(kind)
+                if known is None:
+                    known, state = run.measured(times, seconds / len(calls))
+                    if not known.sizes.varies:
+                        alike[kind] = known
                 else:
-                    stage, state, operations = run.count()
-                    found = times.setdefault(operations, Times())
-                    run.time(found, seconds / len(calls))
-                overhead_s = run.overhead_s()
-                stage, ways = run.ways(stage, found)
-            counted.append((stage, found, overhead_s))
-            remade.append(ways)
-            sizes.append(run.sizes)
-            input_bytes += run.hidden_bytes  # from its first run to its backward
-    stages = [
-        replace(
-            stage,
-            forward_s=found.forward_s + overhead_s,
-            backward_s=max(0.0, found.backward_s - engine_s()),
-            spared_s=min(found.spared_s, found.forward_s),
-            overhead_s=overhead_s,
-        )
-        for stage, found, overhead_s in counted
-    ]
+                    run.time(known.times, seconds / len(calls))
+                    known, state = known.of(call, trait.name), run.passed()
+            found.append(known)
+    input_bytes += sum([each.hidden_bytes for each in found])  # from first run to backward
+    stages = [_with_times(each.stage, each.times, each.overhead_s) for each in found]
     found_traits = [
-        replace(trait, sizes=each, ways=ways)
-        for trait, each, ways in zip(traits, sizes, remade, strict=True)
+        replace(trait, sizes=each.sizes, ways=each.ways)
+        for trait, each in zip(traits, found, strict=True)
     ]
     return StageCosts(tuple(stages), input_bytes, input_gradient), found_traits
+
+
+def _kind_of(call: Call, trait: Traits, state: object) -> object | None:
+    """Return what decides what a stage costs; None if that is not known."""
+    signature = getattr(call, "signature", None)
+    if signature is None or not trait.is_pure:
+        return None
+    own: dict[str, object] = call.own()  # type: ignore[attr-defined]
+    leaves, spec = pytree.tree_flatten(state)
+    storages: dict[int, int] = {}
+
+    def kind(value: object) -> object:
+        if not isinstance(value, Tensor):
+            return repr(value)
+        if value.layout is not torch.strided or value.is_nested:
+            return id(value)
+        storage = value.untyped_storage()
+        place = storages.setdefault(storage._cdata, len(storages))
+        at = place, storage.nbytes(), value.storage_offset(), value.stride(), value.shape
+        return *at, value.dtype, value.device, value.requires_grad
+
+    places = list(own)
+    buffers = tuple([places.index(key) for _, key in trait.buffers])
+    does = trait.draws, trait.graded, trait.differentiates, trait.unhooked, trait.fills
+    of_values = tuple([kind(value) for value in (*leaves, *own.values())])
+    return signature, str(spec), of_values, buffers, does, trait.changes_input
+
+
+def _with_times(stage: Stage, found: Times, overhead_s: float) -> Stage:
+    """Return a stage with its times.
+
+    A run more takes the overhead, and no overhead is taken where the tape is kept: it is part of
+    each run forward, and the backward pass is shorter by one.
+    """
+    backward_s = max(0.0, found.backward_s - engine_s())
+    shorter_s = min(overhead_s, backward_s)
+    return replace(
+        stage,
+        forward_s=found.forward_s + overhead_s,
+        backward_s=backward_s - shorter_s,
+        spared_s=min(found.spared_s, found.forward_s),
+        overhead_s=overhead_s - shorter_s,
+    )
 
 
 def _bytes_to_run_again(traits: Sequence[Traits], device: torch.device) -> int:

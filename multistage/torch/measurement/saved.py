@@ -75,7 +75,8 @@ class Saved:
         if self._through:
             self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._runs = True
-        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        pack = self._pack if self._inside is None else self._number
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, self._unpack)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -97,12 +98,17 @@ class Saved:
         self.count = number + 1
         if self._see is not None:
             self._see(tensor)
-        if self._inside is not None:
-            return number
         held = itself(tensor) if self._outer is None else self._outer[0](tensor)
         box = _Box(number, held, tensor._version)
         self._boxes.append(weakref.ref(box))
         return box
+
+    def _number(self, tensor: Tensor) -> int:
+        number = self.count
+        self.count = number + 1
+        if self._see is not None:
+            self._see(tensor)
+        return number
 
     def _unpack(self, kept: object) -> Tensor:
         if self._runs:
@@ -180,6 +186,8 @@ class Caught:
         What of the tensors is not held, nor counted as held: it is made again.
     first : bool
         Whether only checksums of what is not held are taken.
+    counts_alone : bool
+        Whether their kinds are not looked at, as they are the same in each run.
     parts : list of int
         Of stages run as one: how much was saved by the end of each but the last.
     """
@@ -193,6 +201,7 @@ class Caught:
     enough: int | None = None
     without: Remade | None = None
     first: bool = False
+    counts_alone: bool = False
     tape: list[Tensor | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
@@ -206,13 +215,16 @@ class Caught:
             raise Complete
         if self.count is not None:
             self.count.add(tensor)
-        nodes, place = _sequence_nr() - self.begun, None
-        if tensor.layout is _STRIDED and not tensor.is_nested:
+        place = None
+        if self.counts_alone:
+            kinds.append(_ANY)
+        elif tensor.layout is _STRIDED and not tensor.is_nested:
             if type(tensor) in _PLAIN_TENSORS:
                 place = self.places.get(tensor.data_ptr())
+            nodes = _sequence_nr() - self.begun
             kinds.append((tensor.shape, tensor.dtype, tensor.stride(), place, nodes))
         else:
-            kinds.append((torch.Size(), tensor.dtype, (), None, nodes))
+            kinds.append((torch.Size(), tensor.dtype, (), None, _sequence_nr() - self.begun))
         out = self.without is not None and self.without.leaves_out(len(kinds) - 1, tensor)
         if self.digests is not None:
             # Parameters have checksums of their own; and kernels do not fill their workspaces
@@ -240,6 +252,7 @@ def nodes_made() -> int:
 
 
 _STRIDED = torch.strided
+_ANY: Kind = torch.Size(), torch.uint8, (), None, 0
 _PLAIN_TENSORS = {Tensor, nn.Parameter}
 
 

@@ -194,15 +194,16 @@ class Remade:
         By the number of each that is not kept: in which of the made tensors it lies, and where.
     nbytes : int
         Of what is not kept.
-    stage : nn.Module
+    own : callable
+        Returns the parameters, buffers and constants of the stage.
     function : callable
-        Takes the stage, its state and the tensors that are kept; returns what is made.
+        Takes what the stage owns, its state and the tensors that are kept; returns what is made.
     """
 
     kinds: Sequence[tuple[torch.Size, torch.dtype, tuple[int, ...]]]
     views: Mapping[int, tuple[int, Geometry]]
     nbytes: int
-    stage: nn.Module
+    own: Callable[[], Mapping[str, object]]
     function: Callable[..., Sequence[Tensor]]
 
     def leaves_out(self, number: int, tensor: Tensor) -> bool:
@@ -212,7 +213,7 @@ class Remade:
 
     def make(self, state: object, tape: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Return the tensors that are not kept, by their numbers."""
-        made = self.function(self.stage, state, tape)
+        made = self.function([*self.own().values()], state, tape)
         return {
             number: torch.as_strided(made[place], at.size, at.stride, at.offset)
             for number, (place, at) in self.views.items()
@@ -240,6 +241,9 @@ class Traits:
     unhooked : bool
         Whether it fails under saved-tensor hooks, as `torch.func` does, or when it is run
         again, as nested tensors do, so that its tape must be kept.
+    is_pure : bool
+        Whether it consists of operations of torch alone, so that the same state, parameters,
+        buffers and generators make it save the same numbers, and none need be compared.
     fills : bool
         Whether it saves memory that a kernel fills afterwards, without a new version, as random
         leaky ReLU does with its slopes: the bits that it saves are not known when it saves them.
@@ -260,6 +264,7 @@ class Traits:
     changes_input: bool = False
     differentiates: bool = False
     unhooked: bool = False
+    is_pure: bool = False
     fills: bool = False
     scope: Scope | None = None
     sizes: Sizes | None = None
@@ -285,6 +290,7 @@ class Traits:
             changes_input=traits[0].changes_input,
             differentiates=any(t.differentiates for t in traits),
             unhooked=any(t.unhooked for t in traits),
+            is_pure=all(t.is_pure for t in traits),
             fills=any(t.fills for t in traits),
             scope=scope,
             sizes=sizes,

@@ -26,7 +26,7 @@ from ...measurement.store import probe_store
 from ...model.costs import Costs
 from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
-from ..measurement.measure import seconds_of
+from ..measurement.clocks import seconds_of
 from ..measurement.saved import Saved
 from ..tensors.meter import Meter
 from ..tensors.states import Kind, TensorLayout

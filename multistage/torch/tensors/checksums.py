@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .meter import parts_of
 
+Memory: TypeAlias = Sequence[ctypes.Array[ctypes.c_byte] | Tensor]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _IN_MEMORY = {Tensor, nn.Parameter, nn.Buffer}
 _PIECE_BYTES = 1 << 20  # of a tensor with gaps, copied at a time
@@ -67,18 +69,34 @@ def digest(tensor: Tensor) -> int | None:
     >>> digest(torch.eye(3).to_sparse()) == digest(torch.eye(3).to_sparse() * 2)
     False
     """
+    memory = whole_memory(tensor)
+    if memory is not None:
+        return xxhash.xxh3_64_intdigest(memory)
     if type(tensor) not in _IN_MEMORY or not tensor.is_cpu or tensor.is_nested:
         return None
     if tensor.layout is not torch.strided:
         return hash(tuple([digest(part) for part in parts_of(tensor)]))
     if not tensor.untyped_storage().nbytes():  # of sharded parameters memory comes and goes
         return 0 if not tensor.numel() else None
-    if tensor.is_contiguous():
-        return xxhash.xxh3_64_intdigest(_memory(tensor))
     found = xxhash.xxh3_64()
     for piece in _pieces(_ordered(tensor.detach())):
         found.update(_memory(piece))
     return found.intdigest()
+
+
+def whole_memory(tensor: Tensor) -> ctypes.Array[ctypes.c_byte] | None:
+    """Return the host memory of a contiguous tensor; None if it has none, or has gaps."""
+    if type(tensor) not in _IN_MEMORY or not tensor.is_cpu or tensor.is_nested:
+        return None
+    if tensor.layout is not torch.strided or not tensor.untyped_storage().nbytes():
+        return None
+    return _memory(tensor) if tensor.is_contiguous() else None
+
+
+def sums_of(memory: Memory) -> list[int | None]:
+    """Return checksums of memory, and of tensors that have none; see `digest`."""
+    intdigest = xxhash.xxh3_64_intdigest
+    return [digest(m) if isinstance(m, Tensor) else intdigest(m) for m in memory]
 
 
 def _memory(tensor: Tensor) -> ctypes.Array[ctypes.c_byte]:

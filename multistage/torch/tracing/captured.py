@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from ..environment.settings import Autocast
 from ..measurement.measure import Profile
@@ -46,6 +47,8 @@ class GraphStage(nn.Module):
     ) -> None:
         super().__init__()
         self.name = name
+        self.signature = _signature(graph)  # equal to another's that does the same
+        self.is_pure = all(map(_is_of_torch, graph.nodes))  # nothing of the user's own runs in it
         self._places = places
         self._has_modes = any(n.target in (_enter, _set_graded) for n in graph.nodes)
         for key, value in constants.items():
@@ -67,6 +70,11 @@ class GraphStage(nn.Module):
                 self._parameters[key] = value
             else:
                 self._buffers[key] = value
+
+    def own(self) -> dict[str, object]:
+        """Return its parameters, buffers and constants, in the order of the graph."""
+        names = [str(n.target) for n in self._graph.nodes if n.op == "get_attr"]
+        return {name: getattr(self, name) for name in names}
 
     def _multistage_ways(
         self,
@@ -92,6 +100,42 @@ class GraphStage(nn.Module):
             return self._function(self, opened, state)
         finally:  # whatever ends it, such as the last tensor that it was run again for
             opened.close()
+
+
+def _signature(graph: fx.Graph) -> object:
+    """Return what two graphs have in common that perform the same operations."""
+    numbers = {node: _Number(number) for number, node in enumerate(graph.nodes)}
+    return tuple(
+        (
+            node.op,
+            node.target if node.op in ("call_function", "call_method") else None,
+            repr(fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)),
+        )
+        for node in graph.nodes
+    )
+
+
+class _Number(int):
+    """Stands for a node of a graph, by its place."""
+
+    def __repr__(self) -> str:
+        return f"%{int(self)}"
+
+
+def _is_of_torch(node: fx.Node) -> bool:
+    """Whether a node calls nothing but operations of torch, of numbers and of tuples."""
+    target: Any = node.target
+    if node.op != "call_function" or target in (_enter, _leave, _set_graded):
+        return node.op != "call_module"
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
+        return str(target).startswith("aten.")
+    if isinstance(target, HigherOrderOperator):
+        return False
+    module = getattr(target, "__module__", None)
+    if module is None:
+        return getattr(torch, target.__name__, None) is target
+    own = module.partition(".")[0] in ("torch", "_operator", "math", "builtins")
+    return own and not module.startswith("torch.distributed")
 
 
 class _Opened:
@@ -143,6 +187,10 @@ class GraphStages(list[GraphStage]):
         observed = observe(graph, arguments, own)
         found = cuts(observed)
         super().__init__(_Building.stages(graph, observed, found, own))
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        if any(type(x) not in (Tensor, nn.Parameter, nn.Buffer) for x in tensors):
+            for stage in self:  # as subclasses run code of their own
+                stage.is_pure = False
         self._graph, self._returned = graph, observed.returned
         self._inputs = [place for place, is_own in enumerate(own) if not is_own]
         self._staying = ways_to_count(observed, found)

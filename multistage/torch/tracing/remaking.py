@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ..environment.randomness import Generators
 from ..environment.states import tensors_in
-from ..measurement.measure import seconds_of
+from ..measurement.clocks import seconds_of
 from ..measurement.saved import Saved, itself
 from ..measurement.traits import Remade
 from ..tensors.checksums import same_bits
@@ -62,6 +63,7 @@ class Remaking(fx.Interpreter):
         self._stage, self._nodes, self._device = stage, list(graph.nodes), device
         others = [] if device.type == "cpu" else [device]
         self._generators = Generators(others) if draws else None
+        self._own = [n for n in self._nodes if n.op == "get_attr"]
         self._impure: set[fx.Node] = set()
         self._writers: dict[int, list[fx.Node]] = {}  # by storage
         self._seconds: dict[fx.Node, float] = {}
@@ -194,7 +196,7 @@ class Remaking(fx.Interpreter):
         kept: dict[int, int],
     ) -> Remade:
         graph = fx.Graph()
-        state, tape = graph.placeholder("state"), graph.placeholder("tape")
+        own, state, tape = (graph.placeholder(name) for name in ("own", "state", "tape"))
         copies: dict[fx.Node, fx.Node] = {}
 
         def copy(n: fx.Node) -> fx.Node:
@@ -202,7 +204,8 @@ class Remaking(fx.Interpreter):
                 if n.op == "placeholder":
                     copies[n] = state
                 elif n.op == "get_attr":
-                    copies[n] = graph.get_attr(str(n.target))
+                    place = self._own.index(n)
+                    copies[n] = graph.call_function(operator.getitem, (own, place))
                 else:
                     number = self._source(n, kept)
                     assert number is not None
@@ -225,8 +228,8 @@ class Remaking(fx.Interpreter):
             kinds=[(t.shape, t.dtype, t.stride()) for t in self._saved],
             views={n: (makers.index(maker), at) for n, (maker, at) in views.items()},
             nbytes=sum(self.env[maker].untyped_storage().nbytes() for maker in makers),
-            stage=self._stage,
-            function=space["forward"],
+            own=self._stage.own,  # type: ignore[arg-type]
+            function=partial(space["forward"], None),
         )
 
     def _is_right(self, made: Remade) -> bool:
