@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 59_306,
-    "classes": 468,
-    "functions": 3754,
+    "package_lines": 59_534,
+    "classes": 471,
+    "functions": 3769,
     "files_under_60": 4,
-    "import_lines": 3396,
+    "import_lines": 3409,
     "twins": 0,
-    "test_lines": 53_628,
+    "test_lines": 53_698,
 }
 
 
