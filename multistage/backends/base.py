@@ -384,3 +384,18 @@ def require_distinct(stores: Sequence[Store], what: str) -> None:
                     "overwrite its own checkpoints: give each a store of its own"
                 )
             seen.add(id(part))
+
+
+def close_all(stores: list[Store]) -> Exception | None:
+    """Close stores and forget them, the last first; return the first failure, if any.
+
+    Interrupted, it can be called again and does the rest.
+    """
+    failure: Exception | None = None
+    while stores:
+        try:
+            stores[-1].close()
+        except Exception as error:  # the rest is given back all the same
+            failure = failure or error
+        stores.pop()
+    return failure

@@ -37,7 +37,15 @@ from ..errors import ArgumentError
 from ..states.layout import Array, Layout, places
 from ..support.interrupts import Shield, whole
 from .arena import PAGE, landing_bytes, landing_pool, round_up
-from .base import BaseStore, CheckpointLost, Store, StoreStats, TransferRecord, require_distinct
+from .base import (
+    BaseStore,
+    CheckpointLost,
+    Store,
+    StoreStats,
+    TransferRecord,
+    close_all,
+    require_distinct,
+)
 from .lifetimes import Hold
 from .medium import warn_full
 from .streamed import StreamedStore
@@ -223,13 +231,7 @@ class StripedStore(BaseStore):
         """Close all paths.  May be called twice."""
         with Shield(up=True):
             if self._hold.taken:
-                failure: Exception | None = None
-                while self._opened:
-                    try:
-                        self._opened[-1].close()
-                    except Exception as error:  # the rest is given back all the same
-                        failure = failure or error
-                    self._opened.pop()
+                failure = close_all(self._opened)
                 self._hold.give_back()
                 if failure is not None:
                     raise failure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -327,3 +328,53 @@ def test_paths_may_be_compressed() -> None:
     (_, said, *_) = store.notes()
     store.close()
     assert float(said.rpartition("ratio ")[2]) > 1.2  # by the bytes of its own numbers
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations_in_random_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts, prefetches, cancels, gets and drops of states of any size, with faults on the way."""
+    monkeypatch.setattr(module, "_LEAST", 2 * 4096)
+    chance, waits = np.random.default_rng(seed), np.random.default_rng(seed + 100)
+    pause = threading.Event()
+
+    def wrong(name: str, number: int) -> Exception | None:
+        if waits.random() < 0.1:
+            pause.wait(waits.random() * 2e-3)
+        return OSError(errno.EIO, "broken") if waits.random() < 0.02 else None
+
+    paths = faulty(wrong, 60 * 4096), faulty(wrong), FaultyStore(MemoryStore(40 * 4096))
+    store = StripedStore(*paths[: 2 + seed % 2])
+    store.open(Layout.up_to(5 * 4096))
+    there: dict[int, Array] = {}
+    kept: list[tuple[Array, Array]] = []
+    lost = 0
+    for version in range(800):
+        key, do = int(chance.integers(0, 25)), chance.random()
+        if do < 0.5 and key not in there:
+            there[key] = state(version, int(chance.integers(1, 5 * 4096)))
+            if not store.put(key, [there[key]], block=bool(chance.random() < 0.8)):
+                del there[key]
+        elif do < 0.6:
+            store.prefetch(key)
+        elif key in there and do < 0.8:
+            try:
+                (found,) = store.get(key)
+                assert np.array_equal(found, there[key])
+                kept.append((found, there[key]))  # and stays so, whatever is read later
+            except CheckpointLost:
+                lost += 1
+                del there[key]
+        elif key in there:
+            if do < 0.83:
+                store.cancel(key)
+            if chance.random() < 0.5:
+                store.wait_written(key)
+            store.drop(key)
+            del there[key]
+    for found, expected in kept:
+        assert np.array_equal(found, expected)
+    assert lost and len(kept) > 50
+    for key in there:
+        store.drop(key)
+    assert store.stats.stored_bytes == sum(store._used) == 0
+    store.close()

@@ -68,7 +68,7 @@ def errors(size: int, work: Callable[[Comm], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("tier", [None, "memory:", "file:{}"])
+@pytest.mark.parametrize("tier", [None, "memory:", "file:{}", "memory: + file:{}"])
 def test_gradient_is_that_of_one_rank(size: int, tier: str | None, tmp_path: Path) -> None:
     tier = tier and tier.format(tmp_path)
 
