@@ -13,6 +13,8 @@ import pytest
 from fake_mpi import MPI, Comm, World, run_ranks, succeed
 
 from multistage import native
+from multistage.backends import MemoryStore
+from multistage.backends.testing import FaultyStore
 from multistage.errors import BudgetError
 from multistage.interop.mpi import MPIReversal
 from multistage.interop.ranks import tightest
@@ -20,6 +22,7 @@ from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
 from multistage.planners.chain.memory import use_of
 from multistage.planners.chain.pieces import chain_plan
+from multistage.reversing import unequal
 
 core = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 
@@ -112,6 +115,43 @@ def test_ranks_whose_sizes_differ_follow_one_plan(seed: int, tmp_path: Path) -> 
 
     found = succeed(run_ranks(size, work))
     assert all(plans == [found[0][0]] * 2 for plans in found)
+
+
+@core
+@pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
+@pytest.mark.parametrize("fault", ["refuse", "lose_write", "lose_read"])
+@pytest.mark.parametrize("tapes", [False, True], ids=["states", "tapes"])
+def test_what_one_rank_loses_all_ranks_run_again(
+    fault: str, tapes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = Tier.of_rates(1e12, 1e12, tapes=False)
+    monkeypatch.setattr(unequal, "measured_rates", lambda *_: fast)
+
+    def work(comm: Comm) -> Any:
+        part = Part(3, comm.rank, comm)
+        expected = part.store_all()
+        faults: dict[str, Any] = {fault: lambda k: k % 3 == 0} if comm.rank == 1 else {}
+        more: dict[str, Any] = {"tape_step": lambda u, i: (part.step(u, i), u)} if tapes else {}
+        run = MPIReversal(
+            part.step,
+            part.adjoint_step,
+            comm=comm,
+            memory="2 slots",
+            tiers=FaultyStore(MemoryStore(buffer_bytes=0), **faults),
+            costs=part.costs(),
+            on_error="raise",
+            **more,
+        )
+        with run:
+            for _ in range(2):
+                last = run.forward(part.start())
+                assert run.reverse(np.ones_like(last)).tobytes() == expected
+            counts = run.report().counts
+        return counts.lost, counts.recovered_steps, len(part.ran)
+
+    found = succeed(run_ranks(3, work))
+    assert found[0] == found[1] == found[2]
+    assert fault == "refuse" or min(found[0][:2]) > 0  # a refused one is put again, and waits
 
 
 @core
