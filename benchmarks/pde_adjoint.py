@@ -11,6 +11,8 @@ ratios:
     best_peer_over_ours       least over all settings: fastest peer / ours, streaming
     best_peer_over_memory     the same against ours in memory alone
     pyrevolve_disk_over_ours  least over states of 8 MB and more: DiskRevolver / ours
+    functionals_over_steps    processor time of four gradients from one sweep, over that of
+                              its plan without adjoint steps and four of each in a plain loop
     devito_outside_share      share of a Devito gradient's time outside its operators
 """
 
@@ -27,6 +29,7 @@ import numpy as np
 from benchmarks._common import finish, interleaved, options
 from benchmarks.acoustic import Acoustic2D, build
 from benchmarks.devito_share import devito_share
+from multistage import InPlaceChain, Reversal
 from multistage.interop import pyrevolve as ours
 
 MEMORY_STATES = 16
@@ -217,6 +220,51 @@ def setting(megabytes: int, n_steps: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def functionals(repeats: int, n_steps: int = 60, count: int = 4) -> float:
+    """Return the time of some gradients from one sweep, over that of its plan and their steps."""
+    model = build(300, 300, n_steps, sponge=20)
+    rng = np.random.default_rng(0)
+    sources = [rng.standard_normal(model.start().shape) for _ in range(count)]
+    plain: InPlaceChain[Any, Any] = InPlaceChain(model.forward, lambda state, adjoint, i: adjoint)
+
+    def seeds() -> list[Any]:
+        return [(source.copy(), model.start_adjoint()[1]) for source in sources]
+
+    def swept(run: Reversal[Any, Any], given: Any) -> Callable[[], float]:
+        def both() -> float:
+            adjoint, began = given(), time.process_time()
+            run.forward(model.start())
+            found[:] = run.reverse(adjoint)
+            return time.process_time() - began
+
+        return both
+
+    def steps() -> float:
+        given, state = seeds(), model.start()
+        model.forward(state, 0, n_steps)
+        began = time.process_time()
+        for i in reversed(range(n_steps)):
+            for each in given:
+                model.reverse(state, each, i)
+        return time.process_time() - began
+
+    found: list[Any] = []
+    words: dict[str, Any] = {"n_steps": n_steps, "memory": f"{MEMORY_STATES} slots"}
+    with (
+        Reversal(model.chain(), functionals=count, **words) as several,
+        Reversal(model.chain(), **words) as alone,
+        Reversal(plain, **words) as plan,
+    ):
+        ours, planned = swept(several, seeds), swept(plan, lambda: seeds()[0])
+        ours()
+        for seed, (levels, gradient) in zip(seeds(), list(found), strict=True):
+            swept(alone, lambda seed=seed: seed)()  # type: ignore[misc]
+            assert np.array_equal(found[0], levels) and np.array_equal(found[1], gradient)
+        samples = interleaved({"ours": ours, "plan": planned, "steps": steps}, repeats)
+    best = {name: min(times) for name, times in samples.items()}
+    return float(best["ours"] / (best["plan"] + best["steps"]))
+
+
 def main() -> None:
     """Measure every setting, print the table and write the results."""
     args = options(__doc__).parse_args()
@@ -238,6 +286,7 @@ def main() -> None:
     if disk:
         ratios["pyrevolve_disk_over_ours"] = min(disk)
     left_out = [what for result in results for what in result["left_out"]]
+    ratios["functionals_over_steps"] = functionals(3 * repeats)
     shares, _ = devito_share(args.quick)
     if shares is None:
         left_out.append("Devito is not installed")

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, SupportsIndex, TypeVar
+from typing import Any, Generic, NoReturn, Self, SupportsIndex, TypeVar, overload
 
 from .backends.urls import Tiers
 from .errors import ArgumentError
 from .model.budget import Budget
 from .model.chain import Chain
 from .model.costs import Costs
+from .model.functionals import times
 from .model.stages import StageCosts
 from .planners import Plan, Planner
 from .report import Report
@@ -73,6 +74,13 @@ class Reversal(Generic[State, Adjoint]):
         that measure such steps are not checked.  Operators are checked, too: see
         `docs/howto/operators.md`.  Steps are then run one by one, and each state is
         read once more.
+    functionals : int, optional
+        Of how many functionals the adjoints are computed in one reverse sweep:
+        `reverse` then takes a list of so many adjoints and returns a list.  Each
+        adjoint step is called for one after the other, from the same state or tape,
+        which it leaves as it is; it keeps sums, such as gradients of a model, in its
+        adjoint.  `costs` are those of one functional's adjoint step; in plans and
+        reports an adjoint step is that of all.
     progress : bool or None
         Show progress bars; None: on a terminal or in a notebook, unless the
         environment variable `MULTISTAGE_PROGRESS` is set.
@@ -135,6 +143,7 @@ class Reversal(Generic[State, Adjoint]):
         planner: str | Plan | Planner = "auto",
         costs: Costs | StageCosts | None = None,
         checked: bool = False,
+        functionals: int | None = None,
         progress: bool | None = None,
         states: States[State, Array, Layout] | None = None,
         durable: str | os.PathLike[str] | None = None,
@@ -149,8 +158,9 @@ class Reversal(Generic[State, Adjoint]):
             memory=memory,
             tiers=tiers,
             planner=planner,
-            costs=costs,
+            costs=times(costs, functionals),
             checked=checked,
+            functionals=functionals,
             states=states,
             durable=durable,
             durable_every_s=durable_every_s,
@@ -288,13 +298,22 @@ class Reversal(Generic[State, Adjoint]):
         """
         return self._sweeps.forward(state, until)
 
-    def reverse(self, adjoint: Adjoint) -> Adjoint:
+    @overload
+    def reverse(self, adjoint: Adjoint) -> Adjoint: ...
+
+    @overload
+    def reverse(self, adjoint: Sequence[Adjoint]) -> list[Adjoint]: ...
+
+    def reverse(self, adjoint: Adjoint | Sequence[Adjoint]) -> Adjoint | list[Adjoint]:
         """Run the reverse sweep from the adjoint of the last state; return that of state 0.
+
+        With `functionals=k`, run it from a list of k adjoints, which are copied, and return k.
 
         Raises
         ------
         ArgumentError
-            If there is no forward sweep to reverse: each serves one reverse sweep.
+            If there is no forward sweep to reverse: each serves one reverse sweep; or for
+            another number of adjoints than of functionals.
             In a durable run: if the adjoint is not a pytree of arrays, or differs
             from the one with which the run began; call `reverse` again with that.
         StateError
@@ -303,7 +322,8 @@ class Reversal(Generic[State, Adjoint]):
             In a forked child.  In a durable run: if the adjoint on the disk became
             unreadable since `forward`.
         """
-        return self._sweeps.reverse(adjoint)
+        given: Any = adjoint
+        return self._sweeps.reverse(given)
 
     def report(self) -> Report:
         """Return predicted and measured values of the last sweeps.
@@ -332,6 +352,7 @@ def reverse(
     tiers: Tiers | None = None,
     planner: str | Plan | Planner = "auto",
     costs: Costs | StageCosts | None = None,
+    functionals: int | None = None,
     progress: bool | None = None,
     durable: str | os.PathLike[str] | None = None,
     durable_every_s: float = 60.0,
@@ -345,8 +366,8 @@ def reverse(
         As for `Reversal` and its `forward`.
     adjoint : pytree of arrays, or callable
         Adjoint of the last state, or a function of the last state that returns it.
-    costs, progress, durable, durable_every_s, durable_label
-        As for `Reversal`.
+    costs, functionals, progress, durable, durable_every_s, durable_label
+        As for `Reversal`; with `functionals`, lists of adjoints are given and returned.
 
     Returns
     -------
@@ -377,6 +398,7 @@ def reverse(
         tiers=tiers,
         planner=planner,
         costs=costs,
+        functionals=functionals,
         progress=progress,
         durable=durable,
         durable_every_s=durable_every_s,

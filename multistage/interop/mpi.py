@@ -44,6 +44,7 @@ from ..measurement.store import probe_store
 from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import Costs
+from ..model.functionals import times
 from ..model.stages import StageCosts
 from ..planners import Plan, Planner
 from ..planners.base import BUFFERS
@@ -87,7 +88,7 @@ def _facts_to_agree(
     if isinstance(given.costs, StageCosts):
         assert given.n_steps is not None
         agreeing(given.costs, given.chain, given.n_steps)
-    same = ("n_steps", "durable_every_s", "durable_label")
+    same = ("n_steps", "durable_every_s", "durable_label", "functionals")
     planner = words["planner"]  # what one of the user's own makes is compared later
     return {name: words[name] for name in same} | {
         "planner": planner if isinstance(planner, str) else "one of your own",
@@ -158,7 +159,7 @@ class MPIReversal(Generic[State, Adjoint]):
 
     Parameters
     ----------
-    chain, adjoint_step, n_steps, tape_step, planner, checked
+    chain, adjoint_step, n_steps, tape_step, planner, checked, functionals
         As for `Reversal`, and alike on every rank.
     comm : mpi4py.MPI.Comm or Ranks, optional
         The ranks that share the computation; `MPI.COMM_WORLD` by default.  `Ranks`
@@ -236,6 +237,7 @@ class MPIReversal(Generic[State, Adjoint]):
         planner: str | Plan | Planner = "auto",
         costs: Costs | StageCosts | None = None,
         checked: bool = False,
+        functionals: int | None = None,
         progress: bool | None = None,
         on_error: Literal["abort", "raise"] = "abort",
         durable: str | os.PathLike[str] | None = None,
@@ -248,7 +250,7 @@ class MPIReversal(Generic[State, Adjoint]):
         memory = _own_budget(memory, ranks)
         if isinstance(costs, StageCosts) and n_steps is None:
             n_steps = len(costs.stages)
-        checked_here = partial(
+        here = partial(
             Arguments.of,
             chain,
             adjoint_step,
@@ -257,15 +259,16 @@ class MPIReversal(Generic[State, Adjoint]):
             memory=memory,
             tiers=tiers,
             planner=planner,
-            costs=costs,
+            costs=times(costs, functionals),
             durable=durable,
             durable_every_s=durable_every_s,
             durable_label=durable_label,
             checked=checked,
+            functionals=functionals,
             states=states,
         )
-        self._on_error = on_error
-        self._begin(checked_here)
+        self._on_error, self._n_steps = on_error, n_steps
+        self._begin(here)
         self._durable: DurableRun | None = None
         own = next(map(open_store, tier_names(tiers)), None)
         if durable is not None:
@@ -273,15 +276,13 @@ class MPIReversal(Generic[State, Adjoint]):
             own = self._durable.store
         self._store = None if own is None else AgreedStore(own, ranks)
         self._probed = own if self._durable is None else self._durable.probe
-        words = checked_here.keywords | {"tape_step": None}
-        self._operators = Operators.of(chain, adjoint_step, tape_step)
-        self._given = partial(Arguments.of, self._operators, **words)
+        self._operators = Operators.of(chain, adjoint_step, tape_step, functionals, checked)
+        self._given = partial(Arguments.of, self._operators, **here.keywords | {"tape_step": None})
         self._agreed = _Agreed(ranks, tiered=own is not None)
         self._progress = ranks.rank == 0 and is_shown(progress)
         self._layout: Layout | None = None
         self._limit: tuple[int | None, int] = None, 0  # bytes, and of them buffers
         self._sweeps: Sweeps[State, Adjoint] | None = None  # None until all ranks have agreed
-        self._n_steps = n_steps
         self._ready = self._closed = self._stale = False  # stale: the plan's costs have drifted
         self._left = False  # by an exception of this rank's own
         self._report: Report | None = None
@@ -310,7 +311,8 @@ class MPIReversal(Generic[State, Adjoint]):
     @property
     def costs(self) -> Costs | StageCosts | None:
         """What the next sweep is planned with."""
-        return self._agreed.costs if self._stages is None else self._stages
+        found = self._agreed.costs if self._stages is None else self._stages
+        return times(found, self._given.keywords["functionals"], back=True)
 
     @property
     def _stages(self) -> StageCosts | None:
@@ -686,6 +688,7 @@ class MPIReversal(Generic[State, Adjoint]):
             agree=self._ranks.most,
             progress=self._progress,
         )
+        costs = times(costs, self._given.keywords["functionals"])
 
         def mine() -> Costs:
             if store is None:

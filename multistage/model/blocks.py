@@ -21,8 +21,9 @@ same to the last bit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Generic, TypeVar, cast
+import copy
+from collections.abc import Callable, Iterator
+from typing import Generic, Self, TypeVar, cast
 
 from ..errors import ArgumentError
 from ..states.in_place import ArrayStates
@@ -97,6 +98,12 @@ class Blocks(Generic[State, Adjoint]):
     @property
     def one_tape(self) -> bool:
         return False  # that of a block is the state it begins with
+
+    def around(self, make: Callable[[Chain[State, Adjoint]], object]) -> Self:
+        """Return blocks of the same size, of the steps of what is made of their chain."""
+        made = copy.copy(self)
+        made._chain, made._states = cast(Chain[State, Adjoint], make(self._chain)), None
+        return made
 
     def _first(self, block: int) -> int:
         """Return the first step of a block; that after the last is n_steps."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, Self, TypeAlias, TypeVar
+from functools import partial
+from typing import Generic, Protocol, Self, TypeAlias, TypeVar, cast
 
 from ..backends.base import Store, require_distinct
 from ..backends.urls import Tiers, open_store, tier_names
@@ -20,6 +21,7 @@ from ..errors import ArgumentError, BudgetError
 from ..model.budget import Budget
 from ..model.chain import Chain, FunctionChain
 from ..model.costs import NOT_KEPT, Costs
+from ..model.functionals import Functionals
 from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..planners import PLANNERS, Plan, Planner
@@ -29,8 +31,8 @@ from ..states.layout import Array, Layout
 from ..states.slots import States
 from ..support.free_memory import default_budget_bytes
 from ..support.interrupts import Shield
-from ..support.values import shown
-from .watching import Checked
+from ..support.values import shown, whole
+from .watching import Checked, digest
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -85,6 +87,8 @@ class Operators(Generic[State, Adjoint]):
     ----------
     chain : Chain
         Of the first shot.
+    wrap : callable
+        What is made of the chain of each shot, such as one for several functionals.
 
     Attributes
     ----------
@@ -92,10 +96,18 @@ class Operators(Generic[State, Adjoint]):
         The kind of chain, which all shots have in common.
     current : Chain or None
         What is run; None to forget the operators of the last shot.
+    functionals : int or None
+        How many adjoints are propagated at once, in a list; None for one, as it is.
     """
 
-    def __init__(self, chain: Chain[State, Adjoint]) -> None:
-        self.current: Chain[State, Adjoint] | None = chain
+    def __init__(
+        self,
+        chain: Chain[State, Adjoint],
+        wrap: Callable[[Chain[State, Adjoint]], object],
+        functionals: int | None = None,
+    ) -> None:
+        self.current: Chain[State, Adjoint] | None = cast(Chain[State, Adjoint], wrap(chain))
+        self._wrap, self.functionals = wrap, functionals
         self.in_place, self.state_is_tape, self.one_tape = kind_of(chain)
 
     @classmethod
@@ -104,10 +116,17 @@ class Operators(Generic[State, Adjoint]):
         chain: Chain[State, Adjoint] | Callable[[State, int], State],
         adjoint_step: Callable[..., Adjoint] | None,
         tape_step: Callable[[State, int], tuple[State, object]] | None,
+        functionals: int | None,
+        checked: bool,
     ) -> Self:
         """Return those of the arguments of a `Reversal`; the same, if that is what they are."""
         made = chain_of(chain, adjoint_step, tape_step)
-        return made if isinstance(made, cls) else cls(made)
+        if isinstance(made, cls):
+            return made
+        if functionals is None:
+            return cls(made, lambda chain: chain)
+        count = whole(functionals, "functionals", 1)
+        return cls(made, partial(Functionals.of, digest=digest if checked else None), count)
 
     def others(
         self,
@@ -139,7 +158,7 @@ class Operators(Generic[State, Adjoint]):
                 f"use() takes operators like those before, with {ours}; these have {theirs}: make "
                 "another Reversal for them"
             )
-        return made
+        return cast(Chain[State, Adjoint], self._wrap(made))
 
     def _now(self) -> Chain[State, Adjoint]:
         if self.current is None:
@@ -222,6 +241,7 @@ class Arguments(Generic[State, Adjoint]):
         planner: str | Plan | Planner = "auto",
         costs: Costs | StageCosts | None = None,
         checked: bool = False,
+        functionals: int | None = None,
         states: States[State, Array, Layout] | None = None,
         durable: str | os.PathLike[str] | DurableRun | None = None,
         durable_every_s: float = 60.0,
@@ -236,10 +256,10 @@ class Arguments(Generic[State, Adjoint]):
         ArgumentError, BudgetError, StoreError
             If an argument breaks its rule, or does not go with another.
         """
-        operators = Operators.of(chain, adjoint_step, tape_step)
+        operators = Operators.of(chain, adjoint_step, tape_step, functionals, checked)
         watched = Checked(operators) if checked and states is None else None
         chain = watched or operators
-        _require_kinds(costs, durable, planner)
+        _require_kinds(costs, durable, planner, states)
         if isinstance(planner, Plan):
             n_steps = planner.n_steps if n_steps is None else n_steps
             memory = Budget(slots=planner.slots) if memory is None else memory
@@ -254,7 +274,6 @@ class Arguments(Generic[State, Adjoint]):
             run, tiers = _durable_run(durable, tiers, states, durable_every_s, durable_label)
             chain, probed, kind = run.chain(chain), run.probe, OrderedLayout
         resolved = planner_of(planner, n_steps)
-        _require_states(states)
         budget, stores = _checked_budget(memory), _checked_stores(tiers)
         if isinstance(costs, Costs):
             # Less those of a tier that they were measured with and that is not here now.
@@ -333,8 +352,9 @@ def _checked_budget(memory: Budget | int | str | None) -> Budget:
     return found
 
 
-def _require_kinds(costs: object, durable: object, planner: object) -> None:
-    """Raise ArgumentError for costs, a durable folder or a plan of another type."""
+def _require_kinds(costs: object, durable: object, planner: object, states: object) -> None:
+    """Raise ArgumentError for costs, a durable folder, a plan or states of another type."""
+    _require_states(states)
     if isinstance(planner, Plan) and planner.actions:
         raise ArgumentError(
             "planner= takes a plan of uniform steps, not one of stages that differ; give its costs "

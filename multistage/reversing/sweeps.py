@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from ..errors import ArgumentError, StateError, StoreError
 from ..execute.executor import Executor, without_frames
@@ -14,6 +14,7 @@ from ..execute.ledger import Counts
 from ..execute.metered import LargerThanPlanned
 from ..model.chain import Chain
 from ..model.costs import Costs
+from ..model.functionals import own_adjoints, times
 from ..model.stages import StageCosts
 from ..planners import Plan
 from ..report import Report, TierUse
@@ -89,7 +90,7 @@ class Sweeps(Generic[State, Adjoint]):
     @property
     def costs(self) -> Costs | StageCosts | None:
         """The costs for planning the next sweep, given or measured."""
-        return self.steps.costs
+        return times(self.steps.costs, self.given.operators.functionals, back=True)
 
     def end(self, *, keep: bool) -> None:
         """Forget a sweep in progress, stop threads, remove files.
@@ -256,6 +257,8 @@ class Sweeps(Generic[State, Adjoint]):
                 f"reverse() needs a forward() before it, one for each reverse(){self._ended}"
             )
         self._opened.require_own()
+        if self.given.operators.functionals is not None:
+            adjoint = cast(Adjoint, own_adjoints(adjoint, self.given.operators.functionals))
         if self._durable is not None:
             try:
                 adjoint = self._durable.start(adjoint)
@@ -265,7 +268,9 @@ class Sweeps(Generic[State, Adjoint]):
         self._ready = False
         executor = self.executor
         try:
-            result = executor.reverse(adjoint)
+            hand = [adjoint]
+            del adjoint  # or those of several functionals would be held beside what they become
+            result = executor.reverse(hand.pop())
             if self._durable is not None:
                 self._durable.finish(result)
         except BaseException as error:

@@ -31,6 +31,7 @@ from ..measurement.store import probe_store
 from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import NOT_KEPT, Costs
+from ..model.functionals import times
 from ..model.tier import Tier
 from ..planners import PLANNERS, Plan, online_schedule, plan
 from ..planners.base import BUFFERS
@@ -178,6 +179,7 @@ class Uniform(Generic[State, Adjoint]):
         given = self._arguments
         chain, states, most = given.chain, given.states, given.n_steps or _UNKNOWN_STEPS
         costs = measure(chain, state, most, given.probed, states=states, progress=self._bars.shown)
+        costs = times(costs, given.operators.functionals)  # whose adjoint steps are not run
         if any(each.scheme == "auto" for tier in given.probed for each in compressions(tier)):
             layout, count = states.layout(state), min(most, _SAMPLE_STEPS)
             slots = states.slots(layout)
@@ -195,7 +197,7 @@ class Uniform(Generic[State, Adjoint]):
         chain = given.chain
         costs = Costs(
             forward_step_s=step_s,
-            reverse_step_s=2 * step_s,
+            reverse_step_s=GUESSED_RATIO * step_s * (given.operators.functionals or 1),
             tape_step_s=None if chain.state_is_tape else step_s,
             state_bytes=max(1, layout.nbytes),
             tape_bytes=NOT_KEPT if one_tape(chain) else 0,
@@ -234,7 +236,7 @@ class Uniform(Generic[State, Adjoint]):
         costs = replace(
             self.costs,
             forward_step_s=step_s,
-            reverse_step_s=GUESSED_RATIO * step_s,
+            reverse_step_s=GUESSED_RATIO * step_s * (given.operators.functionals or 1),
             tape_step_s=None if given.chain.state_is_tape else tape_s,
             tape_bytes=first.tape_bytes,
             action_s=action_seconds(),

@@ -78,14 +78,14 @@ class Checked(Generic[State, Adjoint]):
         if self.in_place:
             self._require_apart(after, step)
         if not self.one_tape:
-            self._tapes[step] = _digest(tape)
+            self._tapes[step] = digest(tape)
         return after, tape
 
     def reverse(self, tape: object, adjoint: Adjoint, step: int) -> Adjoint:
         """Return the adjoint of the state before `step`."""
         if self.state_is_tape:
             self._see(tape, step)
-        elif self._tapes.pop(step, None) not in (None, _digest(tape)):
+        elif self._tapes.pop(step, None) not in (None, digest(tape)):
             raise StateError(_WRITTEN.format(f"the tape of step {step}"))
         return self._chain.reverse(tape, adjoint, step)
 
@@ -102,7 +102,7 @@ class Checked(Generic[State, Adjoint]):
             raise StateError(KEPT.format(f"step {step}"))
 
     def _see(self, state: object, step: int, *, made: bool = False) -> None:
-        now = _digest(state)
+        now = digest(state)
         if self._states.setdefault(step, now) != now:
             told = _AGAIN.format(step, step - 1) if made else _WRITTEN.format(f"state {step}")
             raise StateError(told)
@@ -115,7 +115,7 @@ class Checked(Generic[State, Adjoint]):
                 raise StateError(_READ.format(step))
 
 
-def _digest(tree: object) -> bytes:
+def digest(tree: object) -> bytes:
     """Return what identifies the arrays in a tree, and the order of its keys."""
     seen = xxhash.xxh3_128(repr(key_orders(tree)).encode())
     for leaf in optree.tree_leaves(cast(Any, tree), none_is_leaf=True):

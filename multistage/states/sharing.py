@@ -34,7 +34,7 @@ from .strides import duplicate
 T = TypeVar("T")
 
 # Values that refer to no memory that anybody writes to.
-_ATOMS = frozenset(
+ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range}
 )
 _SEEN_MOST = 10_000  # objects looked at in one tape
@@ -83,7 +83,7 @@ class Memory:
         Other objects are left: to look into them takes long.
         """
         kind = type(tree)
-        if kind in _ATOMS or not self._arrays:
+        if kind in ATOMS or not self._arrays:
             return tree
         if kind is np.ndarray:
             return cast(T, self._array(tree))
@@ -96,7 +96,7 @@ class Memory:
             if type(leaf) is np.ndarray:
                 if self.meets(leaf):
                     break
-            elif type(leaf) not in _ATOMS:
+            elif type(leaf) not in ATOMS:
                 break
         else:
             return tree
@@ -143,7 +143,7 @@ class Memory:
         StateError
             If an object that is no array shares this memory.
         """
-        if type(leaf) in _ATOMS:
+        if type(leaf) in ATOMS:
             return leaf
         if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
             return self._array(leaf)
@@ -220,7 +220,7 @@ def arrays_in(root: object, *, named: bool = False) -> Iterator[Array]:
             left, globals_, strict = globals_, [], False
         value = left.pop()
         kind = type(value)
-        if kind in _ATOMS or id(value) in seen:
+        if kind in ATOMS or id(value) in seen:
             continue
         seen[id(value)] = value
         if len(seen) > _SEEN_MOST:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chains import CHAINS, raw, store_all
+from chains import CHAINS, kept, raw, store_all
 from leaks import no_leak as no_leak
 from simple_runs import FAST, BrokenOff, gradient, leave_broken, plain, simple
 
@@ -751,3 +751,20 @@ def test_nothing_refers_to_a_state_after_a_broken_run(tmp_path: Path) -> None:
     run.close()
     gc.collect()
     start += 1  # writable again
+
+
+def test_several_functionals_are_resumed_together(tmp_path: Path) -> None:
+    seeds, folder = [np.ones(3), np.arange(3.0)], tmp_path / "run"
+    with simple(folder, back=8, functionals=2) as run:
+        run.forward(np.ones(3))
+        with pytest.raises(BrokenOff):
+            run.reverse(seeds)
+    chain = FunctionChain(lambda x, i: x * 1.01 + i, lambda x, a, i: a * x + i)
+    with simple(folder, functionals=2) as run:
+        run.forward(np.ones(3))
+        with pytest.raises(ArgumentError, match="differs from the one this run was reversed with"):
+            run.reverse(seeds[::-1])
+        found: Any = run.reverse(seeds)
+        assert run.report().counts.reverse_steps < 20
+    for one, seed in zip(found, seeds, strict=True):
+        assert one.tobytes() == kept(chain, np.ones(3), seed, 20)[1].tobytes()

@@ -88,6 +88,29 @@ def test_gradient_is_that_of_one_rank(size: int, tier: str | None, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_several_functionals_on_all_ranks() -> None:
+    def work(comm: Comm) -> Any:
+        wave, reversal = waves(comm, functionals=2, tiers="memory:")
+        with reversal as run:
+            plan = run.prepare(wave.start)
+            assert run.costs is not None
+            seconds = plan.costs.mean().reverse_step_s, run.costs.reverse_step_s
+            run.forward(wave.start)
+            found: Any = run.reverse([wave.seed, wave.seed])
+            return found, seconds
+
+    found = succeed(run_ranks(2, work))
+    for k in range(2):
+        assert_exact([one[k] for one, _ in found])
+    assert [seconds for _, seconds in found] == [(4.0, 2.0)] * 2
+
+    def unlike(comm: Comm) -> Any:
+        return waves(comm, functionals=1 + comm.rank, on_error="raise")
+
+    for error in errors(2, unlike):
+        assert "functionals" in str(error) and isinstance(error, ArgumentError)
+
+
 @pytest.mark.long(but=("None-*", "*> memory:-True"))
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("tier", [None, "memory:", "memory:1MiB > memory:"])
