@@ -13,6 +13,8 @@ from . import backends as backends
 from . import errors as errors
 from . import testing as testing
 from .backends import open_store as open_store
+from .hessian import HessianVector as HessianVector
+from .hessian import hessian_vector as hessian_vector
 from .measurement.chain import measure as measure
 from .model.blocks import Blocks as Blocks
 from .model.budget import Budget as Budget

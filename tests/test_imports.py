@@ -35,6 +35,7 @@ ORDER = (
     "report",
     "reversing",
     "reversal",
+    "hessian",
     "torch",
     "jax",
     "interop",

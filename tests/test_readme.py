@@ -83,6 +83,7 @@ ALONE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch.func.jvp
 @pytest.mark.parametrize("block", ALONE.values(), ids=ALONE.keys())
 def test_blocks_run(block: Block, tmp_path: Path, monkeypatch, capsys) -> None:
     if lacks := block.lacks():

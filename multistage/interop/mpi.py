@@ -248,8 +248,7 @@ class MPIReversal(Generic[State, Adjoint]):
         self._comm = comm
         self._ranks = ranks = comm if isinstance(comm, Ranks) else Ranks(comm)
         memory = _own_budget(memory, ranks)
-        if isinstance(costs, StageCosts) and n_steps is None:
-            n_steps = len(costs.stages)
+        n_steps = len(costs.stages) if isinstance(costs, StageCosts) and n_steps is None else n_steps
         here = partial(
             Arguments.of,
             chain,
@@ -283,8 +282,8 @@ class MPIReversal(Generic[State, Adjoint]):
         self._layout: Layout | None = None
         self._limit: tuple[int | None, int] = None, 0  # bytes, and of them buffers
         self._sweeps: Sweeps[State, Adjoint] | None = None  # None until all ranks have agreed
-        self._ready = self._closed = self._stale = False  # stale: the plan's costs have drifted
-        self._left = False  # by an exception of this rank's own
+        # Stale: costs have drifted from the plan's.  Left: by an exception of this rank's own.
+        self._ready = self._closed = self._stale = self._left = False
         self._report: Report | None = None
 
     def _begin(self, checked_here: partial[Arguments[State, Adjoint]]) -> None:
