@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 59_553,
-    "classes": 471,
-    "functions": 3770,
+    "package_lines": 60_098,
+    "classes": 475,
+    "functions": 3795,
     "files_under_60": 4,
-    "import_lines": 3425,
+    "import_lines": 3474,
     "twins": 0,
-    "test_lines": 53_749,
+    "test_lines": 54_753,
 }
 
 

@@ -247,15 +247,14 @@ class MPIReversal(Generic[State, Adjoint]):
     ) -> None:
         self._comm = comm
         self._ranks = ranks = comm if isinstance(comm, Ranks) else Ranks(comm)
-        memory = _own_budget(memory, ranks)
-        n_steps = len(costs.stages) if isinstance(costs, StageCosts) and n_steps is None else n_steps
+        n_steps = _steps_of(n_steps, costs)
         here = partial(
             Arguments.of,
             chain,
             adjoint_step,
             n_steps=n_steps,
             tape_step=tape_step,
-            memory=memory,
+            memory=_own_budget(memory, ranks),
             tiers=tiers,
             planner=planner,
             costs=times(costs, functionals),
@@ -282,7 +281,7 @@ class MPIReversal(Generic[State, Adjoint]):
         self._layout: Layout | None = None
         self._limit: tuple[int | None, int] = None, 0  # bytes, and of them buffers
         self._sweeps: Sweeps[State, Adjoint] | None = None  # None until all ranks have agreed
-        # Stale: costs have drifted from the plan's.  Left: by an exception of this rank's own.
+        # Stale: costs have drifted from the plan's; left: by an exception of this rank's own.
         self._ready = self._closed = self._stale = self._left = False
         self._report: Report | None = None
 
@@ -721,6 +720,10 @@ class MPIReversal(Generic[State, Adjoint]):
         if self._report is None:
             raise ArgumentError("report() needs a complete sweep: forward(), then reverse()")
         return self._report
+
+
+def _steps_of(n_steps: int | None, costs: object) -> int | None:
+    return len(costs.stages) if n_steps is None and isinstance(costs, StageCosts) else n_steps
 
 
 def _own_budget(memory: Budget | int | str | None, ranks: Ranks) -> Budget | int | str:
