@@ -66,7 +66,7 @@ typedef struct lane {
 
 struct io {
     io_options_t o;
-    int64_t allocated, running, ending;
+    int64_t allocated, running, ending, past;
     lane_t lane[2];
     _Atomic int64_t completed, waiters;
     pthread_mutex_t mutex;
@@ -197,12 +197,12 @@ static int64_t move_chunk(io_t *io, transfer_t *move, const chunk_t *chunk, int6
 }
 
 /* Block by block, so that what is copied comes from the cache. */
-static void sum_and_copy(char *to, const char *from, int64_t nbytes, XXH3_state_t *sum)
+static void sum_and_copy(const io_t *io, char *to, const char *from, int64_t nbytes, XXH3_state_t *sum)
 {
     for (int64_t n; nbytes; to += n, from += n, nbytes -= n) {
         n = min64(nbytes, BLOCK);
         XXH3_64bits_update(sum, from, (size_t)n);
-        memcpy(to, from, (size_t)n);
+        io->past ? io_copy_past(to, from, n) : (void)memcpy(to, from, (size_t)n);
     }
 }
 
@@ -214,8 +214,8 @@ static void sum_zeros(char *to, int64_t nbytes, XXH3_state_t *sum)
 
 /* Copy bytes offset .. offset+nbytes of a record, and sum them; `piece` is where the last call
  * ended. */
-static void gather(const job_t *job, int64_t *piece, char *to, int64_t offset, int64_t nbytes,
-                   XXH3_state_t *sum)
+static void gather(const io_t *io, const job_t *job, int64_t *piece, char *to, int64_t offset,
+                   int64_t nbytes, XXH3_state_t *sum)
 {
     int64_t at = offset, stop = offset + nbytes;
     for (; *piece < job->n_pieces; ++*piece) {
@@ -229,7 +229,7 @@ static void gather(const job_t *job, int64_t *piece, char *to, int64_t offset, i
         }
         if (end > at) {
             int64_t n = min64(end, stop) - at;
-            sum_and_copy(to + (at - offset), p->data + (at - p->offset), n, sum);
+            sum_and_copy(io, to + (at - offset), p->data + (at - p->offset), n, sum);
             at += n;
         }
         if (end > stop)
@@ -237,6 +237,8 @@ static void gather(const job_t *job, int64_t *piece, char *to, int64_t offset, i
     }
     if (stop > at)
         sum_zeros(to + (at - offset), stop - at, sum);
+    if (io->past)
+        io_fence();
 }
 
 static void *write_front(void *argument)
@@ -263,7 +265,7 @@ static void *write_front(void *argument)
             if (job->data)
                 XXH3_64bits_update(&sum, data, (size_t)nbytes);
             else
-                gather(job, &piece, data, offset, nbytes, &sum);
+                gather(io, job, &piece, data, offset, nbytes, &sum);
             if (last)
                 job->sum = XXH3_64bits_digest(&sum);
             send(lane, (chunk_t){job, data, offset, nbytes, 0, last});
@@ -410,6 +412,8 @@ int64_t ms_io_start(io_t *io, const io_options_t *options)
     io->o = *options;
     if (io->o.outside) /* nothing of a file is allocated */
         io->allocated = INT64_MAX;
+    else
+        io->past = io_is_direct(io->o.fd);
     if (!io->o.pwrite)
         io->o.pwrite = io_pwrite;
     if (!io->o.pread)

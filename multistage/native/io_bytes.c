@@ -8,9 +8,38 @@
 #include <string.h>
 #include <sys/vfs.h>
 #include <unistd.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 enum { GROW = 64 << 20 };
 static const uint32_t TMPFS = 0x01021994u, RAMFS = 0x858458f6u;
+
+void io_copy_past(char *to, const char *from, int64_t nbytes)
+{
+#if defined(__SSE2__)
+    if (!((uintptr_t)to % 16)) {
+        for (; nbytes >= 64; to += 64, from += 64, nbytes -= 64)
+            for (int i = 0; i < 64; i += 16)
+                _mm_stream_si128((__m128i *)(void *)(to + i),
+                                 _mm_loadu_si128((const __m128i *)(const void *)(from + i)));
+    }
+#endif
+    memcpy(to, from, (size_t)nbytes);
+}
+
+void io_fence(void)
+{
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+int64_t io_is_direct(int64_t fd)
+{
+    int flags = fcntl((int)fd, F_GETFL);
+    return flags >= 0 && flags & O_DIRECT && !ms_io_in_memory(fd);
+}
 
 int64_t io_pwrite(int64_t fd, void *data, int64_t nbytes, int64_t position)
 {

@@ -70,6 +70,14 @@ static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static inline int64_t pages_of(int64_t nbytes) { return (nbytes + PAGE - 1) / PAGE * PAGE; }
 
+/* Copy bytes that a device reads next, past the caches: it would take them out of these one by one,
+ * at twice the time for the copy that follows. */
+void io_copy_past(char *to, const char *from, int64_t nbytes);
+/* To be called before another thread or a device is told of such bytes. */
+void io_fence(void);
+/* Whether a device reads and writes memory itself, for a file. */
+int64_t io_is_direct(int64_t fd);
+
 /* Write or read what the system takes in one call; returns the bytes, or an errno, negated. */
 int64_t io_pwrite(int64_t fd, void *data, int64_t nbytes, int64_t position);
 int64_t io_pread(int64_t fd, void *data, int64_t nbytes, int64_t position);
