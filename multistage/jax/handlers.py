@@ -308,7 +308,7 @@ class Site:
 
         @loaded.def_vmap
         def _load_batch(size: int, batched: Any, numbers: Arrays, *given: Any) -> tuple[Any, Any]:
-            many = _wide(size, batched[2], given[1])
+            many = _wide(size, batched[2], typed(given[1], first))
             return loaded(numbers, given[0], many), (False, False, (True,) * len(many))
 
         found: Loaded = loaded(numbers, witness, first)
@@ -333,6 +333,11 @@ def require_unmapped(arrays: Arrays) -> None:
 
 # The steps of a batch are taken together, so that a run, its token and its blocks are never
 # batched; a witness, an array of the shape of the batch, has a load know it.
+
+
+def typed(arrays: Arrays, like: Arrays) -> Arrays:
+    """Return arrays of the dtypes of others: JAX may give numbers of Python for what it knows."""
+    return tuple(jnp.asarray(a, b.dtype) for a, b in zip(arrays, like, strict=True))
 
 
 def _wide(size: int, batched: Sequence[bool], arrays: Arrays) -> Arrays:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..errors import ArgumentError
-from .handlers import Arrays, Site, require_unmapped, save, shaped
+from .handlers import Arrays, Site, require_unmapped, save, shaped, typed
 from .pullbacks import (
     Pullback,
     Tree,
@@ -354,7 +354,7 @@ def _reverse(
         b = blocks - 1 - j
         first, stop = b * every, stop_of(b, every, n)
         numbers = run, token, b, jnp.int32(n), every
-        token, found, carry = site.load(numbers, witness, first_carry)
+        token, found, carry = site.load(numbers, witness, typed(first_carry, like))
         token, carry = lax.fori_loop(found, b, run_on, (token, carry))  # none if it was there
 
         made = adjoint, total, x_adjoints, residuals

@@ -27,7 +27,7 @@ from jax.custom_derivatives import SymbolicZero
 from ..backends.urls import TierName
 from ..errors import ArgumentError
 from ..model.budget import Budget
-from .handlers import Arrays, Site, opened, require_unmapped, save, shaped
+from .handlers import Arrays, Site, opened, require_unmapped, save, shaped, typed
 from .pullbacks import Pullback, Tree, put, raw, row, site_of, stop_of, strong, varies
 
 _TESTED = {"diffrax": "0.7", "equinox": "0.13"}
@@ -445,7 +445,7 @@ def _reverse(kept: Any, cotangents: Any) -> tuple[Any, ...]:
         b = blocks - 1 - j
         first, stop = b * every, stop_of(b, every, n)
         numbers = run, token, b, n, every
-        token, found, carry = sweep.site.load(numbers, witness, first_carry)
+        token, found, carry = sweep.site.load(numbers, witness, typed(first_carry, like))
         token, carry = lax.fori_loop(found, b, run_on, (token, carry))  # none if it was there
 
         def again(i: jax.Array, made: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:

@@ -107,7 +107,7 @@ def gradients(adjoint, batch, **options):
     return jax.jit(found)(A, Y0)
 
 
-BATCHES = {"adaptive steps", "at each step", "noise, adaptive steps"}
+BATCHES = {"constant steps", "adaptive steps", "at each step", "noise, adaptive steps"}
 
 
 @pytest.mark.long(but=["constant steps*"])
