@@ -162,7 +162,7 @@ BARS = {
     "getattr_of_stores": 0,
     "package_lines": 60_098,
     "classes": 475,
-    "functions": 3795,
+    "functions": 3796,
     "files_under_60": 4,
     "import_lines": 3474,
     "twins": 0,
