@@ -31,7 +31,6 @@ from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
-from zlib import crc32
 
 from ..backends.urls import Tiers, open_store, tier_names
 from ..durable.records import OrderedLayout
@@ -49,7 +48,7 @@ from ..model.stages import StageCosts
 from ..planners import Plan, Planner
 from ..planners.base import BUFFERS
 from ..report import Report
-from ..reversing.arguments import Arguments, Operators, Unequals
+from ..reversing.arguments import Arguments, Operators
 from ..reversing.sweeps import Sweeps
 from ..reversing.unequal import Unequal, agreeing
 from ..reversing.uniform import Uniform
@@ -57,7 +56,7 @@ from ..states.layout import Array, Layout, bytes_of
 from ..states.slots import States
 from ..support.free_memory import default_budget_bytes
 from ..support.progress import is_shown
-from .ranks import AgreedStore, Communicator, Ranks, slowest, tightest
+from .ranks import Agreed, AgreedStore, Communicator, Ranks
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -98,57 +97,6 @@ def _facts_to_agree(
         "the kind of costs": type(given.costs).__name__,
         "having a tape": not given.chain.state_is_tape,
     }
-
-
-class _Agreed:
-    """What all ranks plan with.
-
-    Attributes
-    ----------
-    plan : Plan or None
-    costs : Costs or None
-        The slowest rank's times, this rank's bytes.
-    """
-
-    def __init__(self, ranks: Ranks, *, tiered: bool) -> None:
-        self._ranks, self._tiered = ranks, tiered
-        self.most, self.size = ranks.most, ranks.size
-        self.costs: Costs | None = None
-        self.plan: Plan | None = None
-
-    def slowest(self, mine: Callable[[], Costs]) -> Costs:
-        """Return the costs that all ranks plan with, after those that each has seen."""
-        found = self._ranks.gather(mine if self._tiered else lambda: mine().without_tiers())
-        facts: list[dict[str, object]] = [
-            {"the tiers in costs": len(costs.tiers), "tape_step_s in costs": costs.state_is_tape}
-            for costs in found
-        ]
-        self._ranks.same(facts, "give every rank costs of the same kind")
-        self.costs = slowest(found, self._ranks.rank)
-        return self.costs
-
-    def stages(self, mine: Callable[[], Unequals]) -> Unequals:
-        """Return costs of unequal steps, the room and the tier that fit every rank."""
-        return tightest(self._ranks.gather(mine))
-
-    def planned(self, make: Callable[[], Plan]) -> Plan:
-        """Return the plan that `make` returns; raise on all ranks unless it is the same.
-
-        Equal costs make equal plans, unless the ranks' arithmetic differs.
-        """
-        made: list[Plan] = []
-
-        def figures() -> dict[str, object]:
-            made.append(plan := make())
-            told = (plan.planner, plan.forward_steps, plan.makespan_s, plan.parameters)
-            if plan.actions:
-                return {"the plan": f"{told} {crc32(repr(plan.actions).encode()):x}"}
-            return {"the plan": str(told)}
-
-        remedy = "run the same version of everything on every rank"
-        self._ranks.same(self._ranks.gather(figures), remedy)
-        self.plan = made[0]
-        return made[0]
 
 
 class MPIReversal(Generic[State, Adjoint]):
@@ -276,7 +224,7 @@ class MPIReversal(Generic[State, Adjoint]):
         self._probed = own if self._durable is None else self._durable.probe
         self._operators = Operators.of(chain, adjoint_step, tape_step, functionals, checked)
         self._given = partial(Arguments.of, self._operators, **here.keywords | {"tape_step": None})
-        self._agreed = _Agreed(ranks, tiered=own is not None)
+        self._agreed = Agreed(ranks, tiered=own is not None)
         self._progress = ranks.rank == 0 and is_shown(progress)
         self._layout: Layout | None = None
         self._limit: tuple[int | None, int] = None, 0  # bytes, and of them buffers

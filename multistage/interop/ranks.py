@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from zlib import crc32
 
 import numpy as np
 
@@ -46,6 +47,7 @@ from ..backends.wrapper import WrapperStore
 from ..errors import ArgumentError, MultistageError
 from ..model.costs import Costs
 from ..model.stages import Stage, StageCosts
+from ..planners import Plan
 from ..reversing.arguments import Unequals
 from ..states.layout import Array, Layout
 
@@ -364,6 +366,57 @@ def tightest(found: Sequence[Unequals]) -> Unequals:
 
 def _tape_slots(costs: Costs) -> float:
     return costs.tape_slots
+
+
+class Agreed:
+    """What all ranks plan with.
+
+    Attributes
+    ----------
+    plan : Plan or None
+    costs : Costs or None
+        The slowest rank's times, this rank's bytes.
+    """
+
+    def __init__(self, ranks: Ranks, *, tiered: bool) -> None:
+        self._ranks, self._tiered = ranks, tiered
+        self.most, self.size = ranks.most, ranks.size
+        self.costs: Costs | None = None
+        self.plan: Plan | None = None
+
+    def slowest(self, mine: Callable[[], Costs]) -> Costs:
+        """Return the costs that all ranks plan with, after those that each has seen."""
+        found = self._ranks.gather(mine if self._tiered else lambda: mine().without_tiers())
+        facts: list[dict[str, object]] = [
+            {"the tiers in costs": len(costs.tiers), "tape_step_s in costs": costs.state_is_tape}
+            for costs in found
+        ]
+        self._ranks.same(facts, "give every rank costs of the same kind")
+        self.costs = slowest(found, self._ranks.rank)
+        return self.costs
+
+    def stages(self, mine: Callable[[], Unequals]) -> Unequals:
+        """Return costs of unequal steps, the room and the tier that fit every rank."""
+        return tightest(self._ranks.gather(mine))
+
+    def planned(self, make: Callable[[], Plan]) -> Plan:
+        """Return the plan that `make` returns; raise on all ranks unless it is the same.
+
+        Equal costs make equal plans, unless the ranks' arithmetic differs.
+        """
+        made: list[Plan] = []
+
+        def figures() -> dict[str, object]:
+            made.append(plan := make())
+            told = (plan.planner, plan.forward_steps, plan.makespan_s, plan.parameters)
+            if plan.actions:
+                return {"the plan": f"{told} {crc32(repr(plan.actions).encode()):x}"}
+            return {"the plan": str(told)}
+
+        remedy = "run the same version of everything on every rank"
+        self._ranks.same(self._ranks.gather(figures), remedy)
+        self.plan = made[0]
+        return made[0]
 
 
 # Opportunistic writes between two agreements.  Few, so that a tier that became

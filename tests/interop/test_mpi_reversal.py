@@ -19,7 +19,7 @@ from mpi_wave import Wave, store_all, whole
 
 from multistage.backends import FileStore, MemoryStore
 from multistage.errors import ArgumentError, BudgetError, StateError, StoreError
-from multistage.interop import mpi
+from multistage.interop import mpi, ranks
 from multistage.interop.mpi import MPIReversal
 from multistage.interop.ranks import slowest
 from multistage.measurement import chain, driver, store
@@ -560,7 +560,7 @@ def test_plans_that_differ_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         with reversal as run:
             run.forward(wave.start)
 
-    monkeypatch.setattr(mpi, "slowest", lambda costs, rank: Costs(1.0 + rank, 1.0))
+    monkeypatch.setattr(ranks, "slowest", lambda costs, rank: Costs(1.0 + rank, 1.0))
     for error in errors(2, work):
         assert type(error) is ArgumentError
         assert "ranks disagree on the plan" in str(error)
