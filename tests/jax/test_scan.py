@@ -374,6 +374,20 @@ def test_a_pullback_makes_states_that_are_gone_again(between):
     assert native.library().ms_loop_open_runs() == 0
 
 
+def test_a_tier_whose_folder_is_gone_is_told_by_one_message(tmp_path):
+    run = jax.jit(gradient(ours(tiers=f"file:{tmp_path}")))
+    jax.block_until_ready(run(W, C0, XS))
+    mjax.clear()
+    tmp_path.rmdir()
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError)) as told:  # by how it is dispatched
+        jax.block_until_ready(run(W, C0, XS))
+    assert str(told.value).endswith(
+        ": multistage: the tier of a loop, tiers= in its call, cannot be "
+        "opened: No such file or directory"
+    )
+    assert str(told.value).count(": ") == 3
+
+
 CALLED_OFTEN = {
     "rows": lambda scan: jax.jit(
         lambda c: [jax.vjp(lambda c: scan(step_of(W), c, XS)[0], c)[1](e) for e in jnp.eye(6)]
