@@ -151,6 +151,8 @@ def measured(task: dict[str, Any]) -> dict[str, Any]:
         compiled = jax.jit(run).lower(parameters).compile() if task["method"] != "eager" else run
         few, _ = loss("plain", task["problem"], 4, folder)
         jax.block_until_ready(jax.jit(jax.grad(few))(parameters))  # what any program takes
+        if task["method"] == "eager":
+            jax.block_until_ready(run(parameters))  # compiles, as was done for the others
         held = held_kib("VmRSS")
         reset_peak()
         seconds = []

@@ -162,9 +162,9 @@ BARS = {
     "getattr_of_stores": 0,
     "package_lines": 60_099,
     "classes": 475,
-    "functions": 3796,
+    "functions": 3798,
     "files_under_60": 4,
-    "import_lines": 3475,
+    "import_lines": 3476,
     "twins": 0,
     "test_lines": 54_815,
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias, cast
@@ -39,6 +40,7 @@ from .pullbacks import Pullback, nbytes, put, varies, varying
 
 _MOST_STEPS, _LEAST_BLOCKS = 1024, 16  # of a block; of a loop, for a tier to write beside
 _PROGRAMS = 64  # kept
+_NO_STEPS = np.int32(0), np.int32(0)
 _NOTHING = np.zeros(1, np.uint8)  # what a store has of a carry without arrays
 
 
@@ -334,6 +336,11 @@ class _Blocks:
             _wait((state, self._ys))
         return state
 
+    def compile(self, state: Arrays) -> None:
+        """Run no steps, so that the times of blocks are not those of XLA's compiler."""
+        given = self._consts, self._xs, state, self._ys
+        *_, self._ys = self._program.front(*given, *_NO_STEPS)
+
     def _front(self, state: Arrays, first: np.int32, end: np.int32) -> Arrays:
         program, given = self._program, (self._consts, self._xs)
         if end > self._rows:
@@ -358,8 +365,8 @@ class _Blocks:
         """Not called: a state is its own tape."""
         raise AssertionError("a state is its own tape")
 
-    def begin(self, given_y: Arrays) -> None:
-        """Stand ready for the reverse sweep, with the gradients by ys."""
+    def begin(self, adjoint: Arrays, given_y: Arrays) -> Arrays:
+        """Stand ready for the reverse sweep, with the gradients by the last carry and by ys."""
         assert self.n is not None
         if self._rows > self.n:  # or other lengths would be other programs
             more = [(0, self._rows - self.n)]
@@ -367,11 +374,17 @@ class _Blocks:
         zeros = (tuple(map(jnp.zeros_like, varying(a))) for a in (self._consts, self._xs))
         self._given_y = given_y
         self._made = (*zeros, self._program.pullback.blank(self._every))
+        blank = tuple(jnp.zeros(a.shape, a.dtype) for a in self._program.loop.carry)
+        self._program.again(self._consts, self._xs, blank, *_NO_STEPS)  # or XLA would be timed
+        return self._turned(blank, adjoint, *_NO_STEPS)
 
     def reverse(self, tape: object, adjoint: Arrays, step: int) -> Arrays:
         """Turn the steps of a block."""
-        given = self._consts, self._xs, self._given_y, tape, adjoint, self._made
-        adjoint, self._made = self._program.turn(*given, *self._span(step))
+        return self._turned(tape, adjoint, *self._span(step))
+
+    def _turned(self, carry: object, adjoint: Arrays, first: np.int32, stop: np.int32) -> Arrays:
+        given = self._consts, self._xs, self._given_y, carry, adjoint, self._made
+        adjoint, self._made = self._program.turn(*given, first, stop)
         _wait(adjoint)
         return adjoint
 
@@ -400,19 +413,20 @@ class _Swept:
 
     def reverse(self, cotangents: tuple[Arrays, Arrays]) -> tuple[object, object, object]:
         """Return the gradients by what f closes over, by state 0 and by the inputs."""
-        given, given_y = cotangents
-        if any(isinstance(array, jax.core.Tracer) for array in (*given, *given_y)):
+        if any(isinstance(array, jax.core.Tracer) for some in cotangents for array in some):
             raise ArgumentError(
                 "the pullback of a loop that was run from Python takes arrays; for jacrev, and for "
                 "vmap or jit of a pullback, put the loop and its gradient inside jax.jit"
             )
-        with jax.enable_x64(self._x64):
+        same = _is_x64() == self._x64  # or programs would be compiled again
+        with nullcontext() if same else jax.enable_x64(self._x64):
             ready, self._ready = self._ready, ()
             blocks, run = ready or self._begun()[1:]
             with run:
-                blocks.begin(tuple(a for a in given_y if a.dtype != jax.dtypes.float0))
-                adjoint = tuple(a for a in given if a.dtype != jax.dtypes.float0)
-                adjoint = run.reverse(adjoint)
+                adjoint, by_ys = (
+                    tuple(a for a in some if a.dtype != jax.dtypes.float0) for some in cotangents
+                )
+                adjoint = run.reverse(blocks.begin(adjoint, by_ys))
                 total, x_adjoints = blocks.ended()
         self._learn(run.costs)
         remember(run.report)
@@ -470,6 +484,7 @@ class Driven:
 
         def begun() -> _Begun:
             blocks = _Blocks(program, every, consts, xs)
+            blocks.compile(carry)
             run: Reversal[Arrays, Arrays] = Reversal(
                 blocks,
                 n_steps=None if self.asks else -(-steps // every),
