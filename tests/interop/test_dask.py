@@ -93,6 +93,40 @@ def test_the_sum_is_that_of_a_loop(client: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def carried(source: int, worker: ShotWorker) -> list[Any]:
+    """Return this process, the run that the shot was lent, its open files and its gradient."""
+    model = build(50, 90, STEPS, sponge=10, source_column=source)
+    with worker.reversal(model.chain(), n_steps=STEPS) as run:
+        run.forward(model.start())
+        adjoint = run.reverse(model.start_adjoint())
+        files = sorted(str(link.readlink()) for link in files_of(scratch_of(worker)))
+    return [(os.getpid(), id(run), files, model.gradient(adjoint))]
+
+
+def scratch_of(worker: ShotWorker) -> Path:
+    return Path(worker.tiers.removeprefix("file:"))
+
+
+def test_shots_on_a_worker_share_a_run_and_its_file(client: Any, tmp_path: Path) -> None:
+    found = map_shots(
+        client, carried, SOURCES, memory="8 slots", scratch=tmp_path, reduce=lambda a, b: a + b
+    )
+    by_worker = {process: (run, files) for process, run, files, _ in found}
+    assert 1 <= len(by_worker) <= 2
+    for process, run, files, _ in found:
+        assert (run, files) == by_worker[process] and len(files) == 1
+    total = found[0][-1]
+    for *_, gradient in found[1:]:
+        total = total + gradient
+    assert np.array_equal(total, serial(SOURCES)[1])
+
+    def left(dask_worker: Any) -> tuple[int, list[str]]:
+        kept = [name for name in dask_worker.plugins if name.startswith("multistage")]
+        return len(files_of(tmp_path)), kept
+
+    assert set(map(str, client.run(left).values())) == {"(0, [])"}
+
+
 def late(item: tuple[int, str], worker: ShotWorker) -> list[int]:
     """Return the item's number; number 0 only when the file of another is there."""
     number, folder = item
