@@ -259,7 +259,7 @@ class Arguments(Generic[State, Adjoint]):
         operators = Operators.of(chain, adjoint_step, tape_step, functionals, checked)
         watched = Checked(operators) if checked and states is None else None
         chain = watched or operators
-        _require_kinds(costs, durable, planner, states)
+        _require_kinds(costs, durable, planner)
         if isinstance(planner, Plan):
             n_steps = planner.n_steps if n_steps is None else n_steps
             memory = Budget(slots=planner.slots) if memory is None else memory
@@ -267,8 +267,8 @@ class Arguments(Generic[State, Adjoint]):
         if isinstance(costs, StageCosts):
             _require_stages_alone(planner, durable, states)
             n_steps = len(costs.stages) if n_steps is None else n_steps
-        name = planner if isinstance(planner, str) else "given"
-        n_steps = None if n_steps is None else require_steps(n_steps, name)
+        if n_steps is not None:
+            n_steps = require_steps(n_steps, planner if isinstance(planner, str) else "given")
         run, kind = None, Layout
         if durable is not None:
             run, tiers = _durable_run(durable, tiers, states, durable_every_s, durable_label)
@@ -289,7 +289,7 @@ class Arguments(Generic[State, Adjoint]):
             probed=stores if probed is None else (probed,),
             planner=resolved,
             costs=costs,
-            states=ArrayStates(chain.in_place, kind) if states is None else states,
+            states=_states_of(states, chain.in_place, kind),
             durable=run,
             checked=checked,
             watched=watched,
@@ -352,9 +352,8 @@ def _checked_budget(memory: Budget | int | str | None) -> Budget:
     return found
 
 
-def _require_kinds(costs: object, durable: object, planner: object, states: object) -> None:
-    """Raise ArgumentError for costs, a durable folder, a plan or states of another type."""
-    _require_states(states)
+def _require_kinds(costs: object, durable: object, planner: object) -> None:
+    """Raise ArgumentError for costs, a durable folder or a plan of another type."""
     if isinstance(planner, Plan) and planner.actions:
         raise ArgumentError(
             "planner= takes a plan of uniform steps, not one of stages that differ; give its costs "
@@ -395,15 +394,18 @@ def _require_stages_alone(planner: object, durable: object, states: object) -> N
         )
 
 
-def _require_states(states: object) -> None:
-    """Raise ArgumentError for an object that does not describe states."""
-    if states is not None and not all(
-        callable(getattr(states, name, None)) for name in ("layout", "slots")
-    ):
+def _states_of(
+    states: States[State, Array, Layout] | None, in_place: bool, kind: type[Layout]
+) -> States[State, Array, Layout]:
+    """Return what describes states.  Raises ArgumentError for an object that does not."""
+    if states is None:
+        return ArrayStates(in_place, kind)
+    if not all(callable(getattr(states, name, None)) for name in ("layout", "slots")):
         raise ArgumentError(
             f"states={shown(states)} must describe states, with methods layout() and slots(); "
             "leave it out for trees of arrays, or give memory='3 slots'"
         )
+    return states
 
 
 def _checked_stores(tier: Tiers | None) -> tuple[Store, ...]:

@@ -13,6 +13,7 @@ from multistage import (
     Chain,
     Costs,
     FunctionChain,
+    HessianVector,
     InPlaceChain,
     Plan,
     Report,
@@ -22,6 +23,7 @@ from multistage import (
     StageCosts,
     Tier,
     check,
+    hessian_vector,
     measure,
     open_store,
     plan,
@@ -60,6 +62,26 @@ def by_functions(x: Vector) -> Vector:
         report: Report = run.report()
     assert report.n_steps and result.last_state.size
     return gradient + result.adjoint + scaled.adjoint
+
+
+def several(x: Vector) -> Vector:
+    """Reverse two functionals at once, and take a Hessian-vector product."""
+    with Reversal(step, adjoint_step, n_steps=100, memory="5 slots", functionals=2) as run:
+        last: Vector = run.forward(x)
+        one, other = run.reverse([last, 2 * last])
+    found: HessianVector[Vector, Vector] = hessian_vector(
+        step,
+        adjoint_step,
+        lambda x, t, i: np.cos(x) * t,
+        lambda x, t, a, s, i: np.cos(x) * s - np.sin(x) * t * a,
+        x,
+        np.ones(3),
+        lambda last: last,
+        lambda last, tangent: tangent,
+        100,
+    )
+    total: Vector = one + other + found.gradient + found.product
+    return total
 
 
 class Squares:
