@@ -226,13 +226,13 @@ def page(path: Path, records: Sequence[dict[str, Any]], found: dict[str, float])
     versions = ", ".join(f"{n} {here['versions'][n]}" for n in ("torch", "timm", "transformers"))
     parts = {
         "run": f"{here['processor']}, one thread; python {here['versions']['python']}, "
-        f"{versions}. {len(records)} subjects; load average {_range(records)} on "
+        f"{versions}. {len(records)} of {len(names())} subjects; load average {_range(records)} on "
         f"{os.cpu_count()} processors.\n",
         "ratios": markdown(
             [("figure", "value"), *((f"`{k}`", f"{v:.3g}") for k, v in found.items())]
         ),
         "models": table([r for r in records if not r["name"].startswith("cell ")]),
-        "cells": table(cells),
+        "cells": table(cells) if cells else "None in this run.\n",
     }
     fill(path, lambda name: parts[name])
 
