@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 60_099,
+    "package_lines": 60_101,
     "classes": 475,
     "functions": 3798,
     "files_under_60": 4,
     "import_lines": 3476,
     "twins": 0,
-    "test_lines": 54_849,
+    "test_lines": 54_871,
 }
 
 

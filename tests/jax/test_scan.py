@@ -338,7 +338,7 @@ REFUSED = {
         "cannot be used inside a compiled program",
     ),
     "cpus of a tier": (
-        lambda: ours(tiers="memory:?cpus=0")(lambda c, x: (c, None), C0, XS),
+        lambda: jax.jit(gradient(ours(tiers="memory:?cpus=0")))(W, C0, XS),
         ArgumentError,
         "threads= and cpus= are not for compiled programs",
     ),
