@@ -252,6 +252,20 @@ def test_blocks_are_as_long_as_a_transfer_takes_once_that_is_known():
     assert Run(steps=20, most_every=30).every == 30, "all steps are one block"
 
 
+def test_blocks_are_long_enough_for_all_states_to_fit_in_the_tier():
+    def every(capacity_bytes):
+        options = {"steps": 12 * 10**9, "most_every": 10**9, "buffer_bytes": 1 << 14}
+        options |= {"shapes": ((1024,),), "capacity_bytes": capacity_bytes}
+        for _ in range(100):
+            run = Run(**options)
+            if run.every < 10**9:  # what steps and transfers take is known
+                break
+            run.there_and_back(12)
+        return run.every
+
+    assert 1 <= every(-1) < every(30 * 8192) == 4 * 10**8
+
+
 def test_a_pullback_that_is_never_called_is_forgotten_by_clear(library):
     run = Run()
     assert run.save(0) == run.save(1) == 0
