@@ -160,11 +160,11 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 60_101,
+    "package_lines": 60_100,
     "classes": 475,
     "functions": 3798,
     "files_under_60": 4,
-    "import_lines": 3476,
+    "import_lines": 3475,
     "twins": 0,
     "test_lines": 54_885,
 }

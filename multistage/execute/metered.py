@@ -21,7 +21,6 @@ from ..model.chain import Chain
 from ..model.stages import Stage, StageCosts
 from ..states.layout import Array
 from ..states.sharing import own_bytes, owner
-from ..states.slots import Weighed
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -126,8 +125,8 @@ class Metered(Generic[State, Adjoint]):
     Parameters
     ----------
     chain : Chain
-    states : Weighed or None
-        Those of the executor that runs it; None to time steps alone.
+    weigh : callable or None
+        Returns the bytes of a live state, by its step; None to time steps alone.
     clock : callable
 
     Attributes
@@ -141,10 +140,10 @@ class Metered(Generic[State, Adjoint]):
     def __init__(
         self,
         chain: Chain[State, Adjoint],
-        states: Weighed[Any, Any, Any] | None,
+        weigh: Callable[[State, int], int] | None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._chain, self._states, self._clock = chain, states, clock
+        self._chain, self._weighs, self._clock = chain, weigh, clock
         self.in_place = chain.in_place
         self.state_is_tape = chain.state_is_tape
         self.one_tape = bool(getattr(chain, "one_tape", False))
@@ -179,7 +178,7 @@ class Metered(Generic[State, Adjoint]):
         seen.forward_s[step] = min(seen.forward_s[step], clock() - began)
         seen.runs[step] += 1
         self._weigh(after, step + 1)
-        if not self.one_tape and self._states is not None:
+        if not self.one_tape and self._weighs is not None:
             if self.in_place:
                 nbytes = own_bytes(tape, after) + shared_bytes(tape, after)
             else:
@@ -201,9 +200,9 @@ class Metered(Generic[State, Adjoint]):
         return result
 
     def _weigh(self, state: State, index: int) -> None:
-        if self._states is None:
+        if self._weighs is None:
             return
-        nbytes = self.seen.state_bytes[index] = self._states.weigh(state, index)
+        nbytes = self.seen.state_bytes[index] = self._weighs(state, index)
         if self.costs is not None:
             _require_state(self.costs, index, nbytes)
 

@@ -119,7 +119,7 @@ class Unequal(Generic[State, Adjoint]):
         self.states: Weighed[State, Any, Any] = (
             own if hasattr(own, "weigh") else VariedStates(chain.in_place)
         )
-        self.metered = Metered(chain, self.states)
+        self.metered = Metered(chain, self.states.weigh)
         self.plan: Plan | None = None
         self.stale = False
         self.tier: Store | None = None
