@@ -100,17 +100,12 @@ class _Steps:
 
         return run
 
-    def chain(self, planner: Any, limit: int) -> tuple[Any, dict[str, Any]]:
+    def chain(self, planner: Any, limit: int) -> tuple[mst.Sequential, dict[str, Any]]:
         """Return the network by a plan, and what the plan predicts."""
-        chain: mst.Compiled | mst.Sequential
-        if planner == "optimal":
-            chain = mst.compile(self._stages, memory=limit, check="off")
-            chain(self._x)
-        else:
-            costs = StageCosts.load(self._task["costs"])
-            chain = mst.Sequential(
-                self._stages, self._x, memory=limit, planner=planner, costs=costs, check="off"
-            )
+        costs = StageCosts.load(self._task["costs"])
+        chain = mst.Sequential(
+            self._stages, self._x, memory=limit, planner=planner, costs=costs, check="off"
+        )
         assert chain.plan is not None
         return chain, {
             "predicted_s": chain.plan.makespan_s,
