@@ -91,6 +91,14 @@ backends/test_cascade.py
 - self._above.move_to_end(each, last=False)
 + self._above.move_to_end(each)
 
+backends/test_striped.py
+- written = written and made
++ written = made
+
+backends/test_striped.py
+- self._count(state.parts, -1)
++ pass
+
 backends/test_cancelled.py
 - ms_io_cancel(&e->write);
 + ;
