@@ -125,17 +125,17 @@ def test_long_runs_go_in_pieces(chain: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(progress, "_PIECE_S", 4.0)  # four steps of a second
     seen: list[tuple[int, int]] = []
     costs = Costs(1.0, 2.0, 1.2, 10, 20) if "tape" in chain else COSTS
-    run: Reversal[Any, Any] = Reversal(
-        CHAINS[chain][0](), n_steps=33, memory="5 slots", costs=costs, planner="revolve"
-    )
-    chain_of_run = run._sweeps.given.chain
-    advance = chain_of_run.advance
+    made = CHAINS[chain][0]()
+    advance = made.advance
 
     def watching(state: Any, start: int, stop: int) -> Any:
         seen.append((start, stop))
         return advance(state, start, stop)
 
-    monkeypatch.setattr(chain_of_run, "advance", watching)
+    monkeypatch.setattr(made, "advance", watching)
+    run: Reversal[Any, Any] = Reversal(
+        made, n_steps=33, memory="5 slots", costs=costs, planner="revolve"
+    )
     with run:
         last = raw(run.forward(CHAINS[chain][1]()))
         forward = len(seen)
