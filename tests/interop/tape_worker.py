@@ -48,6 +48,12 @@ def told(work: Any) -> str:
     return "nothing was raised"
 
 
+def taped(n: int, **options: Any) -> Any:
+    """Return the reduced functional of n timesteps that exchange nothing."""
+    tapes.roll = np.roll
+    return tapes.reduced(tapes.fresh, n, partial(enable, **options))[0]
+
+
 def uneven(steps: Any) -> Any:
     """In step 5 the arrays of one rank become larger."""
     u = m = tapes.wave(0)
@@ -65,6 +71,8 @@ def main(case: str, folder: Path) -> None:
     comm: Any = MPI.COMM_WORLD
     rank, last = comm.Get_rank(), comm.Get_rank() == comm.Get_size() - 1
     ring(comm)
+    if case == "longer":
+        taped(N + last, memory="4 slots", n_steps=N, costs=COSTS, comm=comm)
     if case == "fails":
         tapes.reduced(uneven, N, partial(enable, memory="4 slots", costs=COSTS, comm=comm))
     warnings.simplefilter("ignore", CheckpointWarning)
@@ -94,6 +102,11 @@ def main(case: str, folder: Path) -> None:
     assert f"MPI started {comm.Get_size()} ranks" in said and "give comm=" in said, said
     said = told(lambda: enable(tape, memory="0 slots" if last else "4 slots", comm=comm))
     assert said.startswith(f"BudgetError: rank {comm.Get_size() - 1}: "), said
+    options: dict[str, Any] = {"memory": "4 slots", "costs": COSTS, "comm": comm}
+    said = told(taped(N - last, n_steps=N, **options).derivative)
+    assert said.startswith(f"ArgumentError: rank {comm.Get_size() - 1}: {N - 1} timesteps"), said
+    said = told(taped(N - last, **options).derivative)
+    assert f"disagree on the number of timesteps: {N} on rank 0, {N - 1}" in said, said
     sys.stdout.write("is exact\n")
 
 

@@ -120,6 +120,9 @@ def test_tapes_of_pyadjoint_keep_ranks_in_step(tmp_path: Path) -> None:
     failed = launch(2, "-W", "ignore", HERE / "tape_worker.py", "fails", tmp_path)
     assert failed.returncode != 0
     assert "rank 1 of 2 raised multistage.errors.StateError: state 6 has" in failed.stderr
+    failed = launch(2, "-W", "ignore", HERE / "tape_worker.py", "longer", tmp_path)
+    assert failed.returncode != 0
+    assert "ArgumentError: the tape has n_steps=12 timesteps, and another one" in failed.stderr
 
 
 @pytest.mark.long

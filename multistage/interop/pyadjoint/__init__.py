@@ -235,15 +235,17 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
 
     def end_timestep(self, timestep: int) -> None:
         """Push the state that the step before this one has left."""
-        _require(
-            self._recording and not self._broken,
-            "the tape's sweep is over, or an error has ended it: tape new timesteps on a new tape",
-        )
-        _require(
-            self._n is None or timestep + 1 < self._n,
-            f"the tape has n_steps={self._n} timesteps, and another one begins; give enable() "
-            "their number, or leave it out",
-        )
+        with self._aborting():
+            _require(
+                self._recording and not self._broken,
+                "the tape's sweep is over, or an error has ended it: tape new timesteps on a new "
+                "tape",
+            )
+            _require(
+                self._n is None or timestep + 1 < self._n,
+                f"the tape has n_steps={self._n} timesteps, and another one begins; give enable() "
+                "their number, or leave it out",
+            )
         now = time.perf_counter()
         self._times_s.append(now - self._last_s)
         with self._breaking():
@@ -334,13 +336,23 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
     @contextmanager
     def _breaking(self) -> Iterator[None]:
         """After an error in the first sweep the tape is of no use, nor are those of other ranks."""
+        with self._aborting():
+            try:
+                with stop_annotating():
+                    yield
+            except BaseException:
+                self._broken = True
+                self.close()
+                raise
+
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """End all ranks after an error of one, for which the others would wait."""
         try:
-            with stop_annotating():
-                yield
+            yield
         except BaseException as error:
-            self._broken = True
-            self.close()
             if self._ranks is not None and error is not self._ranks.shared:
+                self.close()
                 self._ranks.abort(error)
             raise
 
@@ -384,21 +396,15 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
 
     def _end_taping(self) -> None:
         """End the first sweep, if it is not over yet; else see that the tape is as it was."""
-        _require(not self._broken, "an error has ended the tape's first sweep, or it was cleared")
-        blocks = len(self._tape.get_blocks())
+        steps, blocks = len(self._tape.timesteps), len(self._tape.get_blocks())
+        ranks = self._ranks
+        if ranks is None:
+            self._require_whole(steps, blocks)
+        else:
+            every = ranks.gather(lambda: self._require_whole(steps, blocks))
+            ranks.same(every, "tape the same timesteps on every rank")
         if not self._recording:
-            _require(
-                blocks == self._blocks,
-                f"the tape had {self._blocks} blocks when its first derivative or evaluation "
-                f"began, and has {blocks}: tape all of it before, or on another tape",
-            )
             return
-        steps = len(self._tape.timesteps)
-        _require(
-            self._n in (None, steps),
-            f"{steps} timesteps were taped, not n_steps={self._n}; give their number to enable(), "
-            "or leave it out",
-        )
         self._n, self._blocks = steps, blocks
         self._recording = False
         with self._breaking():
@@ -409,6 +415,21 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
             self._run.push(State(steps, {}, {}))
             self._agreed(self._require_room)
         self._ready = True
+
+    def _require_whole(self, steps: int, blocks: int) -> dict[str, object]:
+        """Raise ArgumentError unless all of the tape was taped; return what ranks have alike."""
+        _require(not self._broken, "an error has ended the tape's first sweep, or it was cleared")
+        _require(
+            self._recording or blocks == self._blocks,
+            f"the tape had {self._blocks} blocks when its first derivative or evaluation "
+            f"began, and has {blocks}: tape all of it before, or on another tape",
+        )
+        _require(
+            not self._recording or self._n in (None, steps),
+            f"{steps} timesteps were taped, not n_steps={self._n}; give their number to enable(), "
+            "or leave it out",
+        )
+        return {"the number of timesteps": steps}
 
     def _require_room(self) -> None:
         """Raise BudgetError if more stays in memory than the limit has room for states."""
