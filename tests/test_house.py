@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 60_100,
+    "package_lines": 60_150,
     "classes": 475,
-    "functions": 3798,
+    "functions": 3804,
     "files_under_60": 4,
-    "import_lines": 3475,
+    "import_lines": 3478,
     "twins": 0,
-    "test_lines": 54_893,
+    "test_lines": 54_942,
 }
 
 

@@ -35,7 +35,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from zlib import crc32
 
@@ -44,10 +44,12 @@ import numpy as np
 from .. import errors
 from ..backends.base import CheckpointLost, Store
 from ..backends.wrapper import WrapperStore
-from ..errors import ArgumentError, MultistageError
+from ..errors import ArgumentError, BudgetError, MultistageError
 from ..model.costs import Costs
 from ..model.stages import Stage, StageCosts
 from ..planners import Plan
+from ..planners.chain.memory import use_of
+from ..planners.chain.pieces import PersistentPlanner, chain_plan, least_beside
 from ..reversing.arguments import Unequals
 from ..states.layout import Array, Layout
 
@@ -303,23 +305,27 @@ def slowest(costs: Sequence[Costs], rank: int) -> Costs:
     )
 
 
-def tightest(found: Sequence[Unequals]) -> Unequals:
-    """Return costs of unequal steps, room and tier by which a plan fits every rank.
+def tightest(found: Sequence[Unequals], rooms: Sequence[int]) -> Unequals:
+    """Return costs of unequal steps and a tier for all ranks, with the memory of rank 0.
 
-    The largest times, and sizes as parts of the room of the rank where they are the largest
+    The largest times, and sizes as parts of the memory of the rank where they are the largest
     parts; in bytes of rank 0.  All ranks have as many stages, and a tier or none.
+
+    Parameters
+    ----------
+    rooms : sequence of int
+        Bytes of each rank's memory, of which sizes are parts.
 
     Examples
     --------
     >>> from multistage.model.stages import Stage
     >>> ranks = [(StageCosts((Stage("a", 1.0, 2.0, n, n),), n), room, None)
     ...          for n, room in ((10, 100), (90, 300))]
-    >>> costs, room, _ = tightest(ranks)
+    >>> costs, room, _ = tightest(ranks, [100, 300])
     >>> costs.stages[0].output_bytes, room
     (30, 100)
     """
-    _, room, tier = found[0]
-    rooms = [own for _, own, _ in found]
+    room, tier = rooms[0], found[0][2]
 
     def size(values: Iterable[int]) -> int:
         return max(-(-value * room // own) for value, own in zip(values, rooms, strict=True))
@@ -395,9 +401,42 @@ class Agreed:
         self.costs = slowest(found, self._ranks.rank)
         return self.costs
 
-    def stages(self, mine: Callable[[], Unequals]) -> Unequals:
-        """Return costs of unequal steps, the room and the tier that fit every rank."""
-        return tightest(self._ranks.gather(mine))
+    def stages(self, mine: Callable[[], Unequals], planner: PersistentPlanner) -> Plan:
+        """Return a plan of unequal steps that fits every rank.
+
+        Sizes are parts of what ranks have for what they keep; then, if one would need more than
+        it has, since the largest step is less of its memory than of another's, of their limits.
+
+        Raises
+        ------
+        BudgetError
+            On every rank, if none is found.
+        """
+
+        def known() -> tuple[Unequals, int]:
+            costs, room, tier = own = mine()
+            return own, least_beside(costs, planner, tier) + room
+
+        every = self._ranks.gather(known)
+        (own, _, own_tier), limit = every[self._ranks.rank]
+        found, limits = [one for one, _ in every], [most for _, most in every]
+        costs, room, tier = tightest(found, [room for _, room, _ in found])
+        plan = self.planned(partial(chain_plan, costs, room, planner, tier))
+        use = use_of(plan.actions, own, () if own_tier is None else (own_tier,))
+        if self.most(use.peak_bytes - limit) <= 0:
+            return plan
+        costs, memory, tier = tightest(found, limits)
+
+        def make() -> Plan:
+            room = memory - least_beside(costs, planner, tier)
+            if room < 0:
+                raise BudgetError(
+                    "no plan was found that fits every rank, since their largest steps differ; "
+                    f"raise memory by {-(room * limit // memory)} bytes, and on the others likewise"
+                )
+            return chain_plan(costs, room, planner, tier)
+
+        return self.planned(make)
 
     def planned(self, make: Callable[[], Plan]) -> Plan:
         """Return the plan that `make` returns; raise on all ranks unless it is the same.

@@ -26,6 +26,7 @@ from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..planners import PLANNERS, Plan, Planner
 from ..planners.base import require_steps
+from ..planners.chain.pieces import PersistentPlanner
 from ..states.in_place import ArrayStates
 from ..states.layout import Array, Layout
 from ..states.slots import States
@@ -66,10 +67,10 @@ class Agreement(Protocol):
         """
         ...
 
-    def stages(self, mine: Callable[[], Unequals], /) -> Unequals:
-        """Return costs of unequal steps, the room and the tier that fit every rank.
+    def stages(self, mine: Callable[[], Unequals], planner: PersistentPlanner, /) -> Plan:
+        """Return a plan of unequal steps that fits every rank.
 
-        `mine` returns those of this rank; what it raises on one rank is raised on all.
+        `mine` returns what this rank plans with; what it raises on one rank is raised on all.
         """
         ...
 

@@ -249,14 +249,16 @@ class Unequal(Generic[State, Adjoint]):
 
     def _make_plan(self, costs: StageCosts) -> None:
         store, agreement = self._store, self._agreement
-        mine = partial(self._given_costs, costs)
-        costs, room, rates = mine() if agreement is None else agreement.stages(mine)
-        make = partial(chain_plan, costs, room, self._planner, rates)
-        self.plan, self.stale = make() if agreement is None else agreement.planned(make), False
-        if agreement is None and (limit := self._budget.bytes) is not None:
-            assert self.plan.memory_bytes is not None
-            more = self.plan.memory_bytes - room
-            self.plan = self.plan.within(limit, {BUFFERS: limit - room, BESIDE: -more})
+        if agreement is not None:
+            self.plan = agreement.stages(partial(self._given_costs, costs), self._planner)
+        else:
+            costs, room, rates = self._given_costs(costs)
+            self.plan = chain_plan(costs, room, self._planner, rates)
+            if (limit := self._budget.bytes) is not None:
+                assert self.plan.memory_bytes is not None
+                more = self.plan.memory_bytes - room
+                self.plan = self.plan.within(limit, {BUFFERS: limit - room, BESIDE: -more})
+        self.stale = False
         written = sum(isinstance(action, Put) for action in self.plan.actions)
         self.tier = self.late = None
         if written and store is not None:

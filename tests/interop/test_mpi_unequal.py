@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,11 +19,11 @@ from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import BudgetError
 from multistage.interop.mpi import MPIReversal
-from multistage.interop.ranks import tightest
+from multistage.interop.ranks import Agreed, Ranks, tightest
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
 from multistage.planners.chain.memory import use_of
-from multistage.planners.chain.pieces import chain_plan
+from multistage.planners.chain.pieces import chain_plan, least_beside
 from multistage.reversing import unequal
 
 core = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
@@ -191,9 +193,40 @@ def test_a_plan_for_all_ranks_fits_each_of_them() -> None:
             costs = Part(seed, rank, None, 12).costs()
             room = draw.randint(1, 5) * costs.largest_state_bytes
             given.append((costs, room, Tier.of_rates(draw.uniform(50, 400), 200.0, tapes=False)))
-        costs, room, tier = tightest(given)
+        costs, room, tier = tightest(given, [room for _, room, _ in given])
         plan = chain_plan(costs, room, "optimal", tier)
         for own, own_room, own_tier in given:
             use = use_of(plan.actions, own, (own_tier,))
             assert use.peak_bytes * room <= plan.peak_bytes * own_room
             assert use.makespan_s <= plan.makespan_s * (1 + 1e-9)
+
+
+def peak_limit_and_error(seed: int, comm: Comm) -> tuple[int, int, str]:
+    """Plan a chain some of whose tapes are large on one rank alone; return bytes, and why not."""
+    draw = random.Random(f"{seed} {comm.rank}")
+    costs = Part(seed, comm.rank, None, 20).costs()
+    stages = tuple(
+        replace(stage, tape_bytes=stage.output_bytes * (21 if draw.random() < 0.1 else 1))
+        for stage in costs.stages
+    )
+    costs = replace(costs, stages=stages)
+    room = draw.choice([1, 2, 4, 8]) * costs.largest_state_bytes
+    limit = least_beside(costs, "optimal") + room
+    agreed = Agreed(Ranks(cast(Any, comm)), tiered=False)
+    try:
+        plan = agreed.stages(lambda: (costs, room, None), "optimal")
+    except BudgetError as error:
+        return 0, limit, str(error)
+    return use_of(plan.actions, costs).peak_bytes, limit, ""
+
+
+@core
+def test_no_rank_keeps_more_than_its_memory_where_largest_steps_differ() -> None:
+    """A step that is large on one rank alone would make room for more states on all."""
+    refused = 0
+    for seed in range(30):
+        found = succeed(run_ranks(2, partial(peak_limit_and_error, seed)))
+        assert all(peak <= limit for peak, limit, _ in found), found
+        assert len({error for _, _, error in found}) == 1
+        refused += "no plan was found that fits every rank" in found[0][2]
+    assert 0 < refused < 10

@@ -78,13 +78,21 @@ def chain_plan(
     costs: StageCosts, room_bytes: int, planner: PersistentPlanner, rates: Tier | None = None
 ) -> Plan:
     """Return the plan of all steps, see `plan`, judged byte by byte; `rates` of a slow tier."""
-    stages = len(costs.stages)
-    if stages <= (MOST_AT_ONCE if rates is None else MOST_STREAMED):
-        memory = least_memory(costs, planner) + room_bytes
+    memory = least_beside(costs, planner, rates) + room_bytes
+    if _is_short(costs, rates):
         slots = _slots(costs) if rates is None else SLOTS
         return plan_at_once(costs, memory, planner, rates, resolution=slots)
-    memory = least_in_pieces(costs) + room_bytes
     return plan_in_pieces(costs, memory, planner, rates, _COUNTS)
+
+
+def least_beside(costs: StageCosts, planner: PersistentPlanner, rates: Tier | None = None) -> int:
+    """Return the bytes that `chain_plan` counts on beside its room."""
+    return least_memory(costs, planner) if _is_short(costs, rates) else least_in_pieces(costs)
+
+
+def _is_short(costs: StageCosts, rates: Tier | None) -> bool:
+    """Whether all steps are planned at once."""
+    return len(costs.stages) <= (MOST_AT_ONCE if rates is None else MOST_STREAMED)
 
 
 def plan_within(costs: StageCosts, memory_bytes: int) -> Plan:
