@@ -193,9 +193,9 @@ class MPIReversal(Generic[State, Adjoint]):
         durable_label: str = "",
         states: States[State, Array, Layout] | None = None,
     ) -> None:
-        self._comm = comm
         self._ranks = ranks = comm if isinstance(comm, Ranks) else Ranks(comm)
-        n_steps = _steps_of(n_steps, costs)
+        if n_steps is None and isinstance(costs, StageCosts):
+            n_steps = len(costs.stages)
         here = partial(
             Arguments.of,
             chain,
@@ -213,7 +213,7 @@ class MPIReversal(Generic[State, Adjoint]):
             functionals=functionals,
             states=states,
         )
-        self._on_error, self._n_steps = on_error, n_steps
+        self._comm, self._on_error, self._n_steps = comm, on_error, n_steps
         self._begin(here)
         self._durable: DurableRun | None = None
         own = next(map(open_store, tier_names(tiers)), None)
@@ -355,14 +355,13 @@ class MPIReversal(Generic[State, Adjoint]):
             changes then.
         """
         self._require_in_step()
-        made: list[Chain[State, Adjoint]] = []
         durable = self._durable is not None
         others = partial(self._operators.others, chain, adjoint_step, tape_step, durable=durable)
-        self._ranks.gather(lambda: made.append(others()), "use()")
+        made = self._ranks.agreed(others, "use()")
         self._ready = False
-        self._operators.current = made[0]
+        self._operators.current = made
         if self._sweeps is not None:
-            self._sweeps.use(made[0])
+            self._sweeps.use(made)
 
     def _require_in_step(self) -> None:
         if self._left or self._ranks.apart:
@@ -545,16 +544,12 @@ class MPIReversal(Generic[State, Adjoint]):
         assert self._sweeps is not None
         if self._stale:  # by costs alone: the tier stays open
             self._stale = False
-            assert self._agreed.costs is not None
-            self._plan_by(self._agreed.costs, self._sweeps, state)
+            steps, costs = self._sweeps.steps, self._agreed.costs
+            assert isinstance(steps, Uniform) and costs is not None
+            steps.plan_by(costs)
+            if self._n_steps is not None:
+                self._agreed.planned(partial(self._sweeps.prepare, state))
         return self._sweeps
-
-    def _plan_by(self, costs: Costs, sweeps: Sweeps[State, Adjoint], state: State) -> None:
-        """Plan the sweeps to come by costs that the ranks have agreed on."""
-        assert isinstance(sweeps.steps, Uniform)
-        sweeps.steps.plan_by(costs)
-        if self._n_steps is not None:
-            self._agreed.planned(partial(sweeps.prepare, state))
 
     def _forget(self) -> None:
         """Drop the plan, and all that was made for it; a durable folder stays open."""
@@ -605,9 +600,8 @@ class MPIReversal(Generic[State, Adjoint]):
 
     def _planned_stages(self, state: State, costs: StageCosts) -> Sweeps[State, Adjoint]:
         """Plan for steps that differ: by costs that fit every rank."""
-        found: list[Sweeps[State, Adjoint]] = []
 
-        def made() -> None:
+        def made() -> Sweeps[State, Adjoint]:
             assert self._layout is not None
             if (nbytes := bytes_of(self._layout)) > costs.input_bytes:
                 raise BudgetError(
@@ -615,11 +609,11 @@ class MPIReversal(Generic[State, Adjoint]):
                     "give the sizes as they are"
                 )
             arguments = self._given(tiers=self._store, agreement=self._agreed, probed=self._probed)
-            found.append(Sweeps(arguments, self._progress))
+            return Sweeps(arguments, self._progress)
 
-        self._ranks.gather(made)
-        self._agreed.plan = found[0].prepare(state)
-        return found[0]
+        found = self._ranks.agreed(made)
+        self._agreed.plan = found.prepare(state)
+        return found
 
     def _measure(self, state: State, layout: Layout, most: int) -> None:
         """Measure costs: steps in step with the others, this rank's tier by itself."""
@@ -668,10 +662,6 @@ class MPIReversal(Generic[State, Adjoint]):
         if self._report is None:
             raise ArgumentError("report() needs a complete sweep: forward(), then reverse()")
         return self._report
-
-
-def _steps_of(n_steps: int | None, costs: object) -> int | None:
-    return len(costs.stages) if n_steps is None and isinstance(costs, StageCosts) else n_steps
 
 
 def _own_budget(memory: Budget | int | str | None, ranks: Ranks) -> Budget | int | str:

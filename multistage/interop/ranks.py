@@ -33,7 +33,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -47,6 +47,7 @@ from ..backends.wrapper import WrapperStore
 from ..errors import ArgumentError, BudgetError, MultistageError
 from ..model.costs import Costs
 from ..model.stages import Stage, StageCosts
+from ..model.tier import Tier
 from ..planners import Plan
 from ..planners.chain.memory import use_of
 from ..planners.chain.pieces import PersistentPlanner, chain_plan, least_beside
@@ -153,6 +154,15 @@ class Ranks:
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         error_type = getattr(errors, kind, MultistageError)
         raise self.everywhere(error_type(f"rank {first}{more}: {message}")) from cause
+
+    def agreed(self, work: Callable[[], T], call: str = "the same") -> T:
+        """Do local work on every rank; return this rank's result, which stays here, or raise.
+
+        As `gather` does, which says what is raised.
+        """
+        found: list[T] = []
+        self.gather(lambda: found.append(work()), call)
+        return found[0]
 
     def same(self, found: Sequence[dict[str, object]], remedy: str) -> None:
         """Raise ArgumentError on every rank if gathered facts differ, naming both values."""
@@ -278,29 +288,20 @@ def slowest(costs: Sequence[Costs], rank: int) -> Costs:
     Costs(forward_step_s=2.0, reverse_step_s=5.0, tape_step_s=None, state_bytes=10, ...)
     """
     mine = costs[rank]
-    sized = mine if not any(one.tape_bytes for one in costs) else max(costs, key=_tape_slots)
-    tiers = []
-    for k, tier in enumerate(mine.tiers):
-        same = [one.tiers[k] for one in costs]
-        capacities = [one.capacity_states for one in same if one.capacity_states is not None]
-        tiers.append(
-            replace(
-                tier,
-                write_s=max(one.write_s for one in same),
-                read_s=max(one.read_s for one in same),
-                write_overhead_s=max(one.write_overhead_s for one in same),
-                read_overhead_s=max(one.read_overhead_s for one in same),
-                capacity_states=min(capacities, default=None),
-                queue_depth=max(one.queue_depth for one in same),
-            )
-        )
+    sized = mine
+    if any(one.tape_bytes for one in costs):
+        sized = max(costs, key=lambda one: one.tape_slots)
+    scales = [1.0] * len(costs)
     return Costs(
         forward_step_s=max(one.forward_step_s for one in costs),
         reverse_step_s=max(one.reverse_step_s for one in costs),
         tape_step_s=None if mine.state_is_tape else max(one.taping_s for one in costs),
         state_bytes=sized.state_bytes,
         tape_bytes=sized.tape_bytes,
-        tiers=tuple(tiers),
+        tiers=tuple(
+            _slowest_tier(tier, [one.tiers[k] for one in costs], scales)
+            for k, tier in enumerate(mine.tiers)
+        ),
         action_s=max(one.action_s for one in costs),
     )
 
@@ -347,31 +348,26 @@ def tightest(found: Sequence[Unequals], rooms: Sequence[int]) -> Unequals:
         size(one.input_gradient_bytes for one in costs),
     )
     tiers = [own for _, _, own in found if own is not None]
-    if tier is None:
-        return agreed, room, None
     scales = [room / own for own in rooms]
-    capacities = [
-        int(each.capacity_bytes * scale)
-        for each, scale in zip(tiers, scales, strict=True)
-        if each.capacity_bytes is not None
-    ]
-    rates = {
-        name: min(getattr(t, name) * scale for t, scale in zip(tiers, scales, strict=True))
-        for name in ("write_bytes_per_s", "read_bytes_per_s")
-    }
-    times = {
-        name: max(getattr(t, name) for t in tiers)
-        for name in ("write_s", "read_s", "write_overhead_s", "read_overhead_s")
-    }
-    return (
-        agreed,
-        room,
-        replace(tier, capacity_bytes=min(capacities, default=None), **rates, **times),
-    )
+    return agreed, room, None if tier is None else _slowest_tier(tier, tiers, scales)
 
 
-def _tape_slots(costs: Costs) -> float:
-    return costs.tape_slots
+def _slowest_tier(mine: Tier, same: Sequence[Tier], scales: Sequence[float]) -> Tier:
+    """Return a tier with the longest times of all ranks' and, scaled, the least rates and room."""
+
+    def scaled(name: str) -> Iterator[float]:
+        found = zip((getattr(one, name) for one in same), scales, strict=True)
+        return (value * scale for value, scale in found if value is not None)
+
+    agreed: dict[str, Any] = {}
+    for name in (field.name for field in fields(Tier)):
+        if name.endswith("_bytes_per_s"):
+            agreed[name] = min(scaled(name))
+        elif name.startswith("capacity_"):
+            agreed[name] = min(map(int, scaled(name)), default=None)
+        elif name.endswith("_s") or name == "queue_depth":
+            agreed[name] = max(getattr(one, name) for one in same)
+    return replace(mine, **agreed)
 
 
 class Agreed:

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from pyadjoint.block_variable import BlockVariable
 from pyadjoint.overloaded_type import OverloadedType
@@ -47,6 +47,8 @@ from .states import Kind, State, TapeLayout, TapeStates, copied, register
 from .steps import Steps
 
 __all__ = ["TapeReversal", "enable", "register"]
+
+T = TypeVar("T")
 
 _PROBE_S = 0.3
 _UNKNOWN_STEPS = 10_000
@@ -356,13 +358,9 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
                 self._ranks.abort(error)
             raise
 
-    def _agreed(self, work: Callable[[], object]) -> None:
+    def _agreed(self, work: Callable[[], T]) -> T:
         """Do this rank's part of something; raise on all ranks what one of them raised."""
-
-        def done() -> None:
-            work()
-
-        done() if self._ranks is None else self._ranks.gather(done)
+        return work() if self._ranks is None else self._ranks.agreed(work)
 
     def _pass(self, step: int, *, last: bool = False) -> None:
         """Push the states that are complete when a timestep has been taped."""
@@ -453,7 +451,7 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         """Return what runs sweeps, with tangents or without."""
         costs, known = self._costs[tangent], self._costs[False]
         if costs is None:
-            costs = self._seen() if known is None else _with_tangents(known)
+            costs = self._agreed(self._measured) if known is None else _with_tangents(known)
             self._costs[tangent] = costs
         if self._ranks is None:
             return Sweeps(self._arguments(costs), self._progress)
@@ -467,11 +465,6 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
             states=TapeStates(self._layout),
             **self._words,
         )
-
-    def _seen(self) -> Costs:
-        """Return what `_measured` does; raise on all ranks what it raised on one of them."""
-        ranks = self._ranks
-        return self._measured() if ranks is None else ranks.gather(self._measured)[ranks.rank]
 
     def _measured(self) -> Costs:
         """Return the costs of a timestep as the first ones show them, those of tiers measured."""
