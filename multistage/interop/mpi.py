@@ -27,7 +27,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
@@ -36,10 +35,8 @@ from ..backends.urls import Tiers, open_store, tier_names
 from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
 from ..errors import ArgumentError, BudgetError
-from ..measurement.chain import measure
-from ..measurement.driver import with_driver
+from ..measurement.chain import measure, with_tiers
 from ..measurement.seen import drifted
-from ..measurement.store import probe_store
 from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import Costs
@@ -617,8 +614,8 @@ class MPIReversal(Generic[State, Adjoint]):
 
     def _measure(self, state: State, layout: Layout, most: int) -> None:
         """Measure costs: steps in step with the others, this rank's tier by itself."""
-        store = self._probed
-        share = _PROBE_S if store is None else 2 / 3 * _PROBE_S
+        stores = () if self._probed is None else (self._probed,)
+        share = 2 / 3 * _PROBE_S if stores else _PROBE_S
         costs = measure(
             self._given().chain,
             state,
@@ -629,23 +626,9 @@ class MPIReversal(Generic[State, Adjoint]):
             progress=self._progress,
         )
         costs = times(costs, self._given.keywords["functionals"])
-
-        def mine() -> Costs:
-            if store is None:
-                return costs
-            left_s, sweep_s = _PROBE_S - share, most * costs.forward_step_s
-            tier = probe_store(
-                store,
-                layout,
-                seconds=left_s,
-                most=most,
-                sweep_s=sweep_s,
-                at_once=self._ranks.size,
-            )
-            return with_driver(replace(costs, tiers=(tier,)), layout)
-
         self._ranks.most(0.0)  # all ranks measure at once, as they will use their tiers
-        self._agreed.slowest(mine)
+        tiers = partial(with_tiers, costs, stores, layout, _PROBE_S - share, most)
+        self._agreed.slowest(partial(tiers, at_once=self._ranks.size))
 
     def _require_forward(self) -> None:
         if not self._ready or self._sweeps is None:

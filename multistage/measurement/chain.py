@@ -16,6 +16,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +27,6 @@ from ..errors import StateError
 from ..execute.executor import Executor
 from ..model.chain import Chain
 from ..model.costs import NOT_KEPT, Costs
-from ..model.tier import Tier
 from ..planners.single.revolve import revolve_schedule
 from ..states.in_place import ArrayStates, InPlace
 from ..states.layout import Array, Layout
@@ -141,28 +141,47 @@ def _measure(
             reverse_s = max(0.0, reverse_s - (tape_s or 0.0))
     tick("adjoint steps")
 
-    def probed(each: Store) -> Tier:
-        tier = probe_store(
-            each,
-            layout,
-            seconds=share,
-            most=n_steps,
-            arrays=arrays,
-            sweep_s=n_steps * forward_s,
-        )
-        tick(f"tier {each.name}")
-        return tier
-
     costs = Costs(
         forward_step_s=forward_s,
         reverse_step_s=reverse_s,
         tape_step_s=tape_s,
         state_bytes=layout.nbytes,
         tape_bytes=tape_bytes,
-        tiers=tuple(map(probed, stores)),
         action_s=action_seconds(),
     )
-    return with_driver(costs, layout) if stores else costs
+    return with_tiers(costs, stores, layout, share, n_steps, arrays=arrays, tick=tick)
+
+
+def with_tiers(
+    costs: Costs,
+    stores: Sequence[Store],
+    layout: Layout,
+    seconds: float,
+    most: int,
+    *,
+    arrays: Sequence[Array] | None = None,
+    at_once: int = 1,
+    tick: Callable[[str], object] | None = None,
+) -> Costs:
+    """Return costs with those of stores, measured one after the other as `probe_store` does.
+
+    `seconds` are for each; `tick` is told of each that is done.
+    """
+    tiers = []
+    for store in stores:
+        tier = probe_store(
+            store,
+            layout,
+            seconds=seconds,
+            most=most,
+            arrays=arrays,
+            sweep_s=most * costs.forward_step_s,
+            at_once=at_once,
+        )
+        tiers.append(tier)
+        if tick is not None:
+            tick(f"tier {store.name}")
+    return with_driver(replace(costs, tiers=tuple(tiers)), layout) if tiers else costs
 
 
 @contextlib.contextmanager

@@ -23,11 +23,10 @@ from ..execute.executor import Executor, Resumed
 from ..execute.late import EqualSteps, Late
 from ..execute.ledger import Counts
 from ..execute.metered import Metered
-from ..measurement.chain import GUESSED_RATIO, measure, sample, starting
+from ..measurement.chain import GUESSED_RATIO, measure, sample, starting, with_tiers
 from ..measurement.compression import choose_compression
-from ..measurement.driver import action_seconds, with_driver
+from ..measurement.driver import action_seconds
 from ..measurement.seen import drifted, leaving_out, seen_costs
-from ..measurement.store import probe_store
 from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import NOT_KEPT, Costs
@@ -256,28 +255,15 @@ class Uniform(Generic[State, Adjoint]):
     def _with_tiers(self, costs: Costs, state: State, step: int, layout: Layout) -> Costs:
         """Return the costs with those of the tiers, measured by the live state."""
         given, arrays = self._arguments, None
-        if not given.probed:
-            return costs
         n = given.n_steps or _UNKNOWN_STEPS
         if any(map(compressions, given.probed)):
             arrays = sample(state, step, given.states.slots(layout), layout)
-        seconds, sweep_s = _PROBE_S / (2 + len(given.probed)), n * costs.forward_step_s
         at_once = 1 if given.agreement is None else given.agreement.size
-        probed = partial(
-            probe_store,
-            layout=layout,
-            seconds=seconds,
-            most=n,
-            arrays=arrays,
-            sweep_s=sweep_s,
-            at_once=at_once,
-        )
-        costs = with_driver(replace(costs, tiers=tuple(map(probed, given.probed))), layout)
-        if arrays is not None:
-            costs = choose_compression(
-                costs, given.probed, layout, arrays, n, self._predicted, at_once
-            )
-        return costs
+        seconds, like = _PROBE_S / (2 + len(given.probed)), (given.probed, layout)
+        costs = with_tiers(costs, *like, seconds, n, arrays=arrays, at_once=at_once)
+        if arrays is None:
+            return costs
+        return choose_compression(costs, *like, arrays, n, self._predicted, at_once)
 
     def _made_schedule(self, is_last: Callable[[int], bool] | None) -> Schedule:
         """Return the schedule of a whole sweep, planned for what its first steps have shown."""

@@ -22,12 +22,10 @@ from multistage.cli import main
 from multistage.durable.agreement import Found, Pace, agree
 from multistage.durable.status import inspect
 from multistage.errors import ArgumentError, CheckpointWarning, StoreError
-from multistage.interop import mpi
 from multistage.interop.mpi import MPIReversal
-from multistage.measurement import store
+from multistage.measurement import chain, store
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
-from multistage.reversing import uniform
 
 N = 40
 COSTS = Costs(1.0, 2.0, state_bytes=10, tiers=(Tier("durable", 1.0, 1.0),))
@@ -131,8 +129,7 @@ def test_costs_of_the_first_sweep_are_kept(tmp_path: Path, monkeypatch: pytest.M
         probed.append(tier.write_s)
         return tier
 
-    for module in (mpi, uniform):
-        monkeypatch.setattr(module, "probe_store", probe)
+    monkeypatch.setattr(chain, "probe_store", probe)
     broken_off(2, folder, back=20, costs=None)
     assert len(probed) == 2
     probed.clear()

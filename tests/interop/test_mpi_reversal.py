@@ -205,7 +205,7 @@ def test_a_tier_that_fails_on_one_rank_while_it_is_measured(
             raise StoreError("no more room")
         return store.probe_store(each, *given, **options)
 
-    monkeypatch.setattr(uniform, "probe_store", probe)
+    monkeypatch.setattr(chain, "probe_store", probe)
     found = succeed(run_ranks(3, work))
     assert_exact(found)
 
@@ -265,7 +265,7 @@ def test_a_second_shot_finds_everything_as_it_is(
     found: Counter[str] = Counter()
     for owner, name in (
         (uniform, "FirstSteps"),
-        (uniform, "probe_store"),
+        (chain, "probe_store"),
         (mpi, "measure"),
         (uniform, "plan"),
         (FileStore, "open"),

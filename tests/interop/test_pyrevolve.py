@@ -21,6 +21,7 @@ from multistage.backends import codecs
 from multistage.errors import ArgumentError, BudgetError, StateError, StoreError
 from multistage.interop import pyrevolve as ours
 from multistage.interop.pyrevolve import compression, storage
+from multistage.measurement import chain
 from multistage.model.costs import Costs
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
@@ -269,7 +270,7 @@ def test_costs_of_a_shot_serve_the_next(monkeypatch: pytest.MonkeyPatch) -> None
     with ours.Revolver(*problem.operators(), None, NT, **options) as revolver:
         assert np.array_equal(problem.gradient(revolver), EXACT)
         seen = revolver.report().seen
-    monkeypatch.setattr(uniform, "probe_store", None)
+    monkeypatch.setattr(chain, "probe_store", None)
     monkeypatch.setattr(uniform, "measure", None)
     problem.reset()
     with ours.Revolver(*problem.operators(), None, NT, costs=seen, **options) as revolver:

@@ -95,7 +95,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     counted(uniform, "measure", "measured")
     counted(measured, "measure", "measured")
     counted(uniform, "FirstSteps", "measured")
-    counted(uniform, "probe_store", "measured")
+    counted(measured, "probe_store", "measured")
     counted(streamed, "probe_store", "measured")
     counted(uniform, "plan", "planned")
     counted(Executor, "__init__", "executors")

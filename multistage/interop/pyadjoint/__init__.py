@@ -32,8 +32,8 @@ from pyadjoint.tape import Tape, TapePackageData, stop_annotating
 
 from ...backends.urls import Tiers
 from ...errors import ArgumentError, BudgetError
-from ...measurement.driver import action_seconds, with_driver
-from ...measurement.store import probe_store
+from ...measurement.chain import with_tiers
+from ...measurement.driver import action_seconds
 from ...model.budget import Budget
 from ...model.costs import Costs
 from ...planners import Plan, Planner
@@ -474,11 +474,7 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         costs = Costs(step_s, 2 * step_s, state_bytes=layout.nbytes, action_s=action_seconds())
         seconds = _PROBE_S / max(1, len(given.probed))
         at_once = 1 if self._ranks is None else self._ranks.size
-        tiers = tuple(
-            probe_store(store, layout, seconds=seconds, most=n, sweep_s=n * step_s, at_once=at_once)
-            for store in given.probed
-        )
-        return with_driver(replace(costs, tiers=tiers), layout) if tiers else costs
+        return with_tiers(costs, given.probed, layout, seconds, n, at_once=at_once)
 
     def _forward(self, *, tangent: bool) -> None:
         self._ready = False
