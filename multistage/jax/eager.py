@@ -163,11 +163,8 @@ class _Program:
 
             return lax.while_loop(more, go, (first, jnp.bool_(False), carry, ys))
 
-        def again(consts: Arrays, xs: Arrays, carry: Arrays, first: Any, stop: Any) -> Any:
-            def go(i: jax.Array, carry: Arrays) -> Arrays:
-                return loop.step(consts, carry, loop.row(xs, i))[0]
-
-            return lax.fori_loop(first, stop, go, carry)
+        def again(consts: Arrays, xs: Arrays, carry: Arrays, first: Any, stop: Any) -> Arrays:
+            return loop.onward((consts, xs), first, stop, carry)
 
         def turn(
             consts: Arrays,

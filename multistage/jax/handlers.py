@@ -308,7 +308,7 @@ class Site:
 
         @loaded.def_vmap
         def _load_batch(size: int, batched: Any, numbers: Arrays, *given: Any) -> tuple[Any, Any]:
-            many = _wide(size, batched[2], typed(given[1], first))
+            many = wide(size, batched[2], typed(given[1], first))
             return loaded(numbers, given[0], many), (False, False, (True,) * len(many))
 
         found: Loaded = loaded(numbers, witness, first)
@@ -340,10 +340,10 @@ def typed(arrays: Arrays, like: Arrays) -> Arrays:
     return tuple(jnp.asarray(a, b.dtype) for a, b in zip(arrays, like, strict=True))
 
 
-def _wide(size: int, batched: Sequence[bool], arrays: Arrays) -> Arrays:
+def wide(size: int, batched: Sequence[bool], arrays: Arrays) -> Arrays:
     """Return arrays of a batch."""
     return tuple(
-        array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
+        array if is_batched else jnp.broadcast_to(array, (size, *jnp.shape(array)))
         for array, is_batched in zip(arrays, batched, strict=True)
     )
 
@@ -360,7 +360,7 @@ _save: Any = custom_vmap(_saved)
 
 @_save.def_vmap  # type: ignore[untyped-decorator]
 def _save_batch(size: int, batched: list[bool], *given: jax.Array) -> tuple[Any, Any]:
-    return _save(*given[:3], *_wide(size, batched[3:], given[3:])), (False, True)
+    return _save(*given[:3], *wide(size, batched[3:], given[3:])), (False, True)
 
 
 def save(

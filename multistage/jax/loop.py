@@ -170,6 +170,16 @@ class _Loop:
         found: tuple[Arrays, Arrays] = lax.fori_loop(first, stop, go, made)
         return found
 
+    def onward(self, given: tuple[Arrays, Arrays], first: Any, stop: Any, carry: Arrays) -> Arrays:
+        """Run steps first..stop-1 from a carry; return the carry after them."""
+        consts, xs = given
+
+        def go(i: jax.Array, carry: Arrays) -> Arrays:
+            return self.step(consts, carry, self.row(xs, i))[0]
+
+        found: Arrays = lax.fori_loop(first, stop, go, carry)
+        return found
+
     def turn(
         self,
         pullback: Pullback,
@@ -341,12 +351,9 @@ def _reverse(
 
     fixed = pullback.fixed(consts)
 
-    def step_on(i: jax.Array, carry: Arrays) -> Arrays:
-        return loop.step(consts, carry, loop.row(xs, i))[0]
-
     def run_on(k: jax.Array, made: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
         token, carry = made
-        carry = lax.fori_loop(k * every, (k + 1) * every, step_on, carry)
+        carry = loop.onward((consts, xs), k * every, (k + 1) * every, carry)
         return save(run, token, k + 1, witness, carry)[0], carry
 
     def turned(j: jax.Array, made: Any) -> Any:

@@ -16,6 +16,7 @@ from ..model.budget import Budget
 from ..support.units import format_bytes
 from .handlers import Arrays, Site, shaped
 
+MOST_STEPS = 2**31 - 1  # programs count steps in 32 bits
 _LINE = 64
 _MOST_BUFFERS, _BUFFERS = 16 << 20, 4  # bytes of a stream's buffers at most; in records at least
 _LEAST_BLOCK = 128 << 10  # bytes of states a block stands for: a save costs microseconds

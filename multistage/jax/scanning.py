@@ -15,13 +15,11 @@ from ..planners import Plan, Planner
 from .eager import Driven
 from .handlers import Site, opened
 from .loop import _Loop
-from .pullbacks import site_of
+from .pullbacks import MOST_STEPS, site_of
 
 Carry = TypeVar("Carry")
 X = TypeVar("X")
 Y = TypeVar("Y")
-
-_MOST_STEPS = 2**31 - 1  # programs count steps in 32 bits
 
 
 def scan(
@@ -98,9 +96,10 @@ def scan(
 
     Notes
     -----
-    Reverse mode, once: `jvp`, second derivatives and a second call of a pullback are errors.  Of
-    `jax.checkpoint` the loop is run again as a whole.  `last_report` tells what a run did.
+    Reverse mode, once: `jvp` and second derivatives are errors.  A pullback may be called again,
+    which runs the loop forward once more.  Of `jax.checkpoint` the loop is run again as a whole.
     Under `vmap` and `jax.checkpoint` outside of `jit` the loop is run as inside of it.
+    `last_report` tells what a run did.
 
     Examples
     --------
@@ -153,13 +152,13 @@ def _length(xs: Any, length: int | None, *, known: bool) -> int:
     if length is not None:
         lengths.add(int(length))
     if not (lengths or known):
-        return _MOST_STEPS
+        return MOST_STEPS
     if len(lengths) != 1 or min(lengths) < 0:
         raise ArgumentError(
             f"xs and length= give the lengths {sorted(lengths)}; they must give one, at least 0"
         )
-    if max(lengths) > _MOST_STEPS:
-        raise ArgumentError(f"length={max(lengths)} > {_MOST_STEPS}; put a loop in a loop")
+    if max(lengths) > MOST_STEPS:
+        raise ArgumentError(f"length={max(lengths)} > {MOST_STEPS}; put a loop in a loop")
     return lengths.pop()
 
 

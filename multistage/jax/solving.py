@@ -27,11 +27,10 @@ from jax.custom_derivatives import SymbolicZero
 from ..backends.urls import TierName
 from ..errors import ArgumentError
 from ..model.budget import Budget
-from .handlers import Arrays, Site, opened, require_unmapped, save, shaped, typed
-from .pullbacks import Pullback, Tree, put, raw, row, site_of, stop_of, strong, varies
+from .handlers import Arrays, Site, opened, require_unmapped, save, shaped, typed, wide
+from .pullbacks import MOST_STEPS, Pullback, Tree, put, raw, row, site_of, stop_of, strong, varies
 
 _TESTED = {"diffrax": "0.7", "equinox": "0.13"}
-_MOST_STEPS = 2**31 - 1
 
 Flags: TypeAlias = tuple[bool, ...]
 
@@ -82,13 +81,7 @@ def _kept_batch(size: int, batched: Any, going: jax.Array, new: Arrays, old: Arr
     if not batched[0] and batched[1] == batched[2]:
         return _kept(going, new, old), batched[1]
 
-    def wide(flags: Any, arrays: Arrays) -> Arrays:
-        return tuple(
-            a if is_batched else jnp.broadcast_to(a, (size, *jnp.shape(a)))
-            for a, is_batched in zip(arrays, flags, strict=True)
-        )
-
-    new, old = wide(batched[1], new), wide(batched[2], old)
+    new, old = wide(size, batched[1], new), wide(size, batched[2], old)
     if not batched[0]:
         return _kept(going, new, old), (True,) * len(new)
     chosen = (
@@ -341,7 +334,7 @@ def _while_loop(
         len(cond_jaxpr.consts),
         const_tree,
         carry_tree,
-        _MOST_STEPS if max_steps is None else min(max_steps, _MOST_STEPS),
+        MOST_STEPS if max_steps is None else min(max_steps, MOST_STEPS),
         tuple(shaped(a.shape, a.dtype) for a in rows),
     )
     raw_consts = const_tree.raw(tuple(map(jnp.asarray, consts)))
