@@ -117,7 +117,6 @@ class DirectFile:
         return runs
 
     def _give(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Give pages back."""
         free = self._free
         for first, length in runs:
             at = bisect(free, (first, 0))
@@ -190,11 +189,9 @@ class DirectFile:
                 view = view[done:]
 
     def _pwrite(self, view: memoryview, position: int) -> int:
-        """Write some of these bytes; return how many."""
         return os.pwrite(self._fd, view, position)
 
     def _pread(self, view: memoryview, position: int) -> int:
-        """Read some of these bytes; return how many."""
         return os.preadv(self._fd, [view], position)
 
     def close(self) -> None:

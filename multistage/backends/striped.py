@@ -371,7 +371,6 @@ class StripedStore(BaseStore):
         return any(busy) if self._cuts else bool(busy) and all(busy)
 
     def _paths_of(self, state: _State) -> Iterator[tuple[int, Store]]:
-        """Yield the paths that have a part of a state."""
         for part in state.parts:
             yield part.path, self._paths[part.path]
 

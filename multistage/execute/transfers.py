@@ -388,7 +388,6 @@ class Transfers:
 
 
 def _occupy(sweep: Sweep) -> None:
-    """Count one slot more."""
     sweep.used = used = sweep.used + 1
     sweep.counts.peak_slots = max(sweep.counts.peak_slots, used)
 

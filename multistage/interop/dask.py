@@ -294,7 +294,6 @@ def _add(total: Any, result: Any) -> Any:
 
 
 def _await_workers(cluster: Any, patience_s: float) -> None:
-    """Return when there is a worker."""
     until = time.monotonic() + patience_s
     while not cluster.nthreads():
         left = until - time.monotonic()
@@ -445,7 +444,6 @@ def _plugin(memory: Memory | None, scratch: str | None) -> Any:
 def _run(
     shot: Callable[..., Any], name: str, memory: Memory | None, scratch: str | None, item: Any
 ) -> Any:
-    """Run one shot on this worker."""
     worker = _distributed().get_worker()
     # It may have joined since the others were asked.
     reason = _unusable(memory, scratch, worker)

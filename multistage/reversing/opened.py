@@ -85,7 +85,6 @@ class OpenStores:
 
 
 def _close(opened: list[Store], durable: DurableRun | None, *, remove: bool = False) -> None:
-    """Close stores, and a durable folder."""
     with Shield(up=True):
         try:
             with ExitStack() as every:  # though one of them fails

@@ -387,7 +387,6 @@ class Uniform(Generic[State, Adjoint]):
         return self._timed or given.chain
 
     def _rules(self) -> Rules:
-        """Return what judges the next sweep."""
         given = self._arguments
         assert self.costs is not None
         return Rules(

@@ -260,8 +260,6 @@ def _checked(
     accept: Callable[[Offer], bool] | None,
     survive: Callable[[int], bool] | None,
 ) -> Legality:
-    """Run a schedule through the machine."""
-
     def answer(action: Action) -> Answer:
         match action:
             case Offer():

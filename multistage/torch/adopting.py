@@ -81,7 +81,6 @@ class InFront(nn.Module):
     """A module that stands in front of a model, whose mode, attributes and state it has."""
 
     def _model(self) -> nn.Module | None:
-        """Return the model, None if there is none."""
         model = self.__dict__.get("_multistage_model")
         return model if isinstance(model, nn.Module) else None
 

@@ -251,7 +251,6 @@ class SavedTensors:
         return part, geometry
 
     def _family(self, base: Tensor, storage: torch.UntypedStorage) -> Family:
-        """Return the family of a tensor with this base."""
         key = storage._cdata, base._version
         family = self._families.get(key)
         if family is None or family.base() is not base:

@@ -139,7 +139,6 @@ def enable(
 
 
 def _require(condition: bool, message: str) -> None:
-    """Raise ArgumentError unless a condition holds."""
     if not condition:
         raise ArgumentError(message)
 

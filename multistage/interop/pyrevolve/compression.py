@@ -44,7 +44,6 @@ Compression = tuple[Callable[[Array], CompressedObject], Callable[[CompressedObj
 
 
 def _compressed(scheme: str | None, params: Params, array: Array) -> CompressedObject:
-    """Return an array compressed by a scheme."""
     parts: list[codecs.Packed]
     if scheme == "zfp":
         parts = [codecs.zfp(array, **params)]
@@ -57,7 +56,6 @@ def _compressed(scheme: str | None, params: Params, array: Array) -> CompressedO
 
 
 def _restored(scheme: str | None, params: Params, compressed: CompressedObject) -> Array:
-    """Return the array that a scheme compressed."""
     if scheme == "zfp":
         return codecs.unzfp(compressed.parts[0])
     data = codecs.unblosc(compressed.parts) if scheme == "blosc" else compressed.parts[0]

@@ -199,7 +199,6 @@ class ChainCall:
         )
 
     def _made(self, together: bool) -> Planned:
-        """Profile and plan."""
         found = self._measured(stages_of(self._module))
         if self._facts.collective:  # one rank alone cannot plan again
             found = with_sizes(found, [None for _ in found.traits])

@@ -156,7 +156,6 @@ def _kept(given: Computation, state: object, known: Known) -> Unrolled[object, o
 def _scheduled(
     given: Computation, state: object, known: Known, store: Store | None, layout: TensorLayout
 ) -> Unrolled[object, object]:
-    """Run the steps by a plan."""
     chosen, settings = known.plan, given.settings
     plan, leaves = chosen.plan, pytree.tree_leaves(state)
     assert plan is not None
