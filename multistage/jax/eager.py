@@ -395,39 +395,35 @@ class _Blocks:
 _Begun: TypeAlias = tuple[Arrays, _Blocks, Reversal[Arrays, Arrays]]
 
 
-class _Swept:
-    """A loop that has run forward, and runs again for each call of its pullback but the first."""
+def _pullback(
+    loop: _Loop,
+    begun: Callable[[], _Begun],
+    ready: list[tuple[_Blocks, Reversal[Arrays, Arrays]]],
+    learn: Callable[[Costs | StageCosts | None], None],
+) -> Reverse:
+    """Return the pullback of a loop, which runs forward again for each call but the first."""
+    x64 = _is_x64()
 
-    def __init__(
-        self,
-        loop: _Loop,
-        begun: Callable[[], _Begun],
-        learn: Callable[[Costs | StageCosts | None], None],
-        *ready: Any,
-    ) -> None:
-        self._loop, self._begun, self._learn, self._x64 = loop, begun, learn, _is_x64()
-        self._ready = ready
-
-    def reverse(self, cotangents: tuple[Arrays, Arrays]) -> tuple[object, object, object]:
-        """Return the gradients by what f closes over, by state 0 and by the inputs."""
+    def reverse(cotangents: tuple[Arrays, Arrays]) -> tuple[object, object, object]:
         if any(isinstance(array, jax.core.Tracer) for some in cotangents for array in some):
             raise ArgumentError(
                 "the pullback of a loop that was run from Python takes arrays; for jacrev, and for "
                 "vmap or jit of a pullback, put the loop and its gradient inside jax.jit"
             )
-        same = _is_x64() == self._x64  # or programs would be compiled again
-        with nullcontext() if same else jax.enable_x64(self._x64):
-            ready, self._ready = self._ready, ()
-            blocks, run = ready or self._begun()[1:]
+        # Else programs would be compiled again.
+        with nullcontext() if _is_x64() == x64 else jax.enable_x64(x64):
+            blocks, run = ready.pop() if ready else begun()[1:]
             with run:
                 adjoint, by_ys = (
                     tuple(a for a in some if a.dtype != jax.dtypes.float0) for some in cotangents
                 )
                 adjoint = run.reverse(blocks.begin(adjoint, by_ys))
                 total, x_adjoints = blocks.ended()
-        self._learn(run.costs)
+        learn(run.costs)
         remember(run.report)
-        return self._loop.gradients(total, adjoint, x_adjoints)
+        return loop.gradients(total, adjoint, x_adjoints)
+
+    return reverse
 
 
 def _is_x64() -> bool:
@@ -497,7 +493,7 @@ class Driven:
 
         last, blocks, run = begun()
         learn = partial(program.costs.__setitem__, key)
-        return (last, blocks.taken_ys()), _Swept(self.loop, begun, learn, blocks, run).reverse
+        return (last, blocks.taken_ys()), _pullback(self.loop, begun, [(blocks, run)], learn)
 
     def _program(self) -> _Program:
         return _program(self.loop, self.asks)
