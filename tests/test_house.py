@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 60_107,
+    "package_lines": 60_112,
     "classes": 474,
-    "functions": 3800,
+    "functions": 3801,
     "files_under_60": 4,
-    "import_lines": 3475,
+    "import_lines": 3476,
     "twins": 0,
-    "test_lines": 54_940,
+    "test_lines": 54_954,
 }
 
 

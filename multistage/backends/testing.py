@@ -69,7 +69,7 @@ class FaultyStore(WrapperStore):
         self._restart()
 
     def _restart(self) -> None:
-        self.stats, self.transfers = self._inner.stats, self._inner.transfers
+        self.stats = self._inner.stats
         self.puts = self.writes = self.gets = 0
         self._doomed: set[int] = set()
 

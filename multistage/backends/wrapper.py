@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import cast
 
 from ..states.layout import Layout
-from .base import Store
+from .base import Store, TransferRecord
 
 
 class WrapperStore:
@@ -53,6 +54,11 @@ class WrapperStore:
     @queue_depth.setter
     def queue_depth(self, depth: int) -> None:
         self._inner.queue_depth = depth
+
+    @property
+    def transfers(self) -> deque[TransferRecord]:
+        """The inner store's finished transfers, which it may note only as it is asked for them."""
+        return self._inner.transfers
 
     @property
     def capacity_bytes(self) -> int | None:

@@ -500,7 +500,6 @@ class AgreedStore(WrapperStore):
         super().__init__(inner)
         self._ranks = ranks
         self._clock = clock
-        self.transfers = inner.transfers
         self._pending: Callable[[], float] | None = None
         self._reset()
 
@@ -545,7 +544,7 @@ class AgreedStore(WrapperStore):
             if ours:  # else it may be open for others
                 self._inner.close()
             raise
-        self.stats, self.transfers = self._inner.stats, self._inner.transfers
+        self.stats = self._inner.stats
         self._reset()
 
     # ------------------------------------------------------------------ writes

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mpi_wave import Wave, store_all, whole
 from replays import logged
 
-from multistage.backends import MemoryStore
+from multistage.backends import MemoryStore, StripedStore
 from multistage.backends.base import CheckpointLost, StoreStats
 from multistage.backends.testing import FaultyStore
 from multistage.execute.executor import Executor
@@ -279,6 +279,20 @@ def test_ranks_communicate_only_at_offers_and_reads() -> None:
         return world.collectives - begun
 
     assert max(succeed(run_ranks(2, work, world))) <= 99 + 2
+
+
+def test_reads_of_a_tier_of_two_paths_are_told_before_it_is_put_to_again() -> None:
+    def work(comm: Comm) -> list[str]:
+        paths = MemoryStore(buffer_bytes=0), MemoryStore(buffer_bytes=0)
+        store = AgreedStore(StripedStore(*paths), Ranks(comm))
+        store.open(LAYOUT)
+        assert store.put(0, STATE) and store.wait_written(0)
+        store.get(0)
+        told = [record.kind for record in store.transfers]
+        store.close()
+        return told
+
+    assert succeed(run_ranks(1, work)) == [["write", "read"]]
 
 
 # ------------------------------------------------------------------ whole runs
