@@ -157,7 +157,7 @@ def taylor(
         for h, moved in zip(steps, values, strict=True)
     ]
     rounding = _ROUNDINGS * eps * max(map(abs, (value, *values)))
-    if max(left) <= rounding and size * abs(slope) < _SEEN * rounding:
+    if max(left[1:]) <= rounding and size * abs(slope) < _SEEN * rounding:
         raise ArgumentError(
             f"from size={size:.2g} on there is nothing but rounding errors, which would hide a "
             "wrong gradient; give a larger size or direction"
@@ -279,7 +279,16 @@ def _dot(one: object, other: object, like: object) -> float:
 
 
 def _norm(tree: object) -> float:
-    return math.sqrt(sum(float(np.vdot(a, a)) for a in map(_wide, _arrays(tree))))
+    return math.hypot(*(_length(array) for array in map(_wide, _arrays(tree))))
+
+
+def _length(array: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+    """Return the norm of an array, by its largest entry: squares of others might overflow."""
+    most = float(np.max(np.abs(array), initial=0.0))
+    if not 0 < most < math.inf:
+        return most
+    unit = array / most
+    return most * math.sqrt(float(np.vdot(unit, unit)))
 
 
 def _wide(array: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:

@@ -43,6 +43,14 @@ def test_the_order_with_a_hessian() -> None:
     assert testing.taylor(functional, M, gradient(M), hessian=bend, **words).order < 2.7
 
 
+@pytest.mark.parametrize("slope", [1e-11, 4e-11])
+def test_a_wrong_gradient_is_not_taken_for_rounding_errors(slope: float) -> None:
+    """Of both slopes only the first remainder, at most, is above the rounding errors."""
+    one = np.ones(1)
+    with pytest.raises(ArgumentError, match="which would hide a wrong gradient"):
+        testing.taylor(lambda m: 1.0 + slope * float(m[0]), one, 0 * one, one)
+
+
 def test_only_rounding_errors_left() -> None:
     found = testing.taylor(lambda m: float(m.sum()), np.ones(4), np.ones(4))
     assert found.order == math.inf
@@ -98,6 +106,14 @@ def test_dot_products() -> None:
         return {**adjoint(w), "p": np.zeros(3)}
 
     assert testing.dot_product(tangent, wrong, given, np.zeros(4)).error > 1e-3
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_dot_products_of_numbers_whose_squares_are_out_of_range(scale: float) -> None:
+    x = np.zeros(3)
+    right = testing.dot_product(lambda v: scale * v, lambda w: scale * w, x, x)
+    wrong = testing.dot_product(lambda v: scale * v, lambda w: 3 * scale * w, x, x)
+    assert right.error < 1e-14 and wrong.error > 0.1
     nothing = testing.dot_product(lambda v: 0 * v, lambda w: 0 * w, np.zeros(3), np.zeros(3))
     assert nothing.error == 0
 
