@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -35,7 +36,8 @@ from .planners import Plan, Planner
 from .report import Report
 from .reversal import Reversal
 from .reversing.arguments import chain_of
-from .states.sharing import Memory
+from .states.layout import rebuilt
+from .states.sharing import Memory, overlap
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")
@@ -169,7 +171,8 @@ def hessian_vector(
     Raises
     ------
     ArgumentError
-        For a direction of another structure or shape than the state, or a chain with tapes.
+        For a direction of another structure, shape or kind of numbers than the state, or a
+        chain with tapes.
     BudgetError, StoreError, StateError
         As `Reversal` does; StateError also where an operator writes to what another reads.
 
@@ -235,4 +238,16 @@ def _beside(state: State, direction: State) -> State:
             f"the direction is {other} of shapes {theirs}, the state {spec} of {shapes}; give a "
             "tangent for each array, zeros where it does not vary"
         )
+    kinds = [[np.asarray(leaf).dtype for leaf in each] for each in (leaves, found)]
+    if not all(map(partial(np.can_cast, casting="same_kind"), *kinds)):
+        raise ArgumentError(
+            f"the direction has dtypes {kinds[1]}, the state {kinds[0]}, whose derivatives those "
+            "do not hold; give a direction of the state's dtypes"
+        )
+    if _overlap(found) and not _overlap(leaves):  # one array of zeros for all, perhaps
+        return rebuilt(direction, other, map(copy.copy, found))
     return Memory(leaves).apart(direction, "the direction")
+
+
+def _overlap(leaves: Sequence[object]) -> bool:
+    return overlap([leaf for leaf in leaves if isinstance(leaf, np.ndarray)])

@@ -147,6 +147,35 @@ def test_in_place(tiers: str | None, alias: bool) -> None:
     assert one.product.tobytes() == product.tobytes()
 
 
+@pytest.mark.parametrize("views", [False, True])
+def test_a_direction_of_one_array_for_all(views: bool) -> None:
+    """In place its leaves are overwritten: they are apart unless those of the state are not."""
+
+    def forward(state: Any, start: int, stop: int) -> None:
+        for _ in range(start, stop):
+            state["u"] *= 1.5
+            state["v"] += state["u"] ** 2
+
+    def tangent(state: Any, t: Any, i: int) -> None:
+        t["u"] *= 1.5
+        t["v"] += 2 * (1.5 * state["u"]) * t["u"]
+
+    def like(values: Any) -> Any:
+        return {"u": values, "v": values[:] if views else values.copy()}
+
+    one = np.ones(7)
+    found = hessian_vector(
+        InPlaceChain(forward, lambda x, a, i: a), None, tangent, lambda x, t, a, s, i: s,
+        like(X.copy()), {"u": one, "v": one}, np.ones(1), np.ones(1), 3, memory="2 slots",
+    )  # fmt: skip
+    state, expected = like(X.copy()), like(np.ones(7))
+    for i in range(3):
+        tangent(state, expected, i)
+        forward(state, i, i + 1)
+    for key in ("u", "v"):
+        assert found.last_tangent[key].tobytes() == expected[key].tobytes()
+
+
 def test_operators_that_share_a_buffer() -> None:
     out = np.empty(7)
 
@@ -209,6 +238,7 @@ def spoils_for_tangents(x: Any, t: Any, i: int) -> Any:
         (lambda: found(second=lambda *_: None), "adjoint of step 10 returned None"),
         (lambda: found(D[1:]), r"of shapes \[\(6,\)\], the state .* of \[\(7,\)\]"),
         (lambda: found((D,)), "give a tangent for each array"),
+        (lambda: found(np.ones(7, int)), r"has dtypes \[dtype\('int64'\)\], the state .*float64"),
         (lambda: found(second=3), "second_adjoint_step=3 must be callable"),
         (lambda: found(tangent=None), "tangent_step=None must be callable"),
         (
