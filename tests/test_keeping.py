@@ -540,6 +540,44 @@ def test_a_checked_run_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         swept(make(), x, 3, checked=True)
 
 
+@pytest.mark.parametrize("swept_before", [False, True])
+def test_a_checked_run_is_prepared_for_states_of_another_shape(swept_before: bool) -> None:
+    """Where steps are measured, state 0 of another layout is no state that was overwritten."""
+    chain: Any = FunctionChain(lambda x, i: np.sin(x), lambda x, a, i: np.cos(x) * a)
+    with Reversal(chain, n_steps=3, memory="2 slots", checked=True) as run:
+        run.prepare(np.ones(4))
+        if swept_before:
+            run.forward(np.ones(4))
+            run.reverse(np.ones(4))
+        run.prepare(np.zeros(5))
+        assert run.forward(np.zeros(5)).tobytes() == np.zeros(5).tobytes()
+
+
+@pytest.mark.parametrize("functionals", [None, 2])
+@pytest.mark.parametrize("block", [0, 2])
+def test_a_checked_run_finds_it_below_functionals_and_blocks(
+    functionals: int | None, block: int
+) -> None:
+    x = begun()
+    chain: Any = InPlaceChain(
+        forward,
+        lambda t, a, i: told(t * x, a, i),
+        lambda x, i: (x.copy(), forward(x, i, i + 1))[0],
+    )
+    with (
+        Reversal(
+            Blocks(chain, block) if block else chain,
+            n_steps=3,
+            memory="9 slots",
+            checked=True,
+            functionals=functionals,
+        ) as run,
+        pytest.raises(StateError, match=_READS),
+    ):
+        run.forward(x)
+        run.reverse(np.asarray(1) if functionals is None else [1] * functionals)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("taped", [False, True])
 def test_a_checked_run_of_good_operators(in_place: bool, taped: bool) -> None:

@@ -6,7 +6,8 @@ tape.  What an adjoint step may do with that, and with what it returns, when it 
 =======================================  =======================================
 an adjoint step                          called for several functionals
 =======================================  =======================================
-writes to its state or tape              StateError: arrays are read-only meanwhile
+writes to its state or tape              StateError: arrays are read-only meanwhile;
+                                         through other objects only if checked
 takes items out of its tape              each call is given containers of its own
 writes to the adjoint that it is given   that is its functional's alone
 returns arrays that it uses again        they are copied, unless nothing else
@@ -84,6 +85,13 @@ class Functionals(Generic[State, Adjoint]):
                 if digest and digest(tape) != before:
                     raise _written(step)
         return adjoint
+
+
+def innermost(chain: Chain[Any, Any]) -> Chain[Any, Any]:
+    """Return the chain of a user's operators, which functionals and blocks call."""
+    while isinstance(chain, Functionals | Blocks):
+        chain = chain._chain
+    return chain
 
 
 class Lender:

@@ -21,7 +21,7 @@ from ..errors import ArgumentError, BudgetError
 from ..model.budget import Budget
 from ..model.chain import Chain, FunctionChain
 from ..model.costs import NOT_KEPT, Costs
-from ..model.functionals import Functionals
+from ..model.functionals import Functionals, innermost
 from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..planners import PLANNERS, Plan, Planner
@@ -166,6 +166,10 @@ class Operators(Generic[State, Adjoint]):
             raise ArgumentError("the operators of the last shot are gone; give others by use()")
         return self.current
 
+    def own(self) -> object:
+        """Return the user's own adjoint step, which functionals and blocks call."""
+        return innermost(self._now()).reverse
+
     # Properties, not methods: a call more would be paid at every step.
 
     @property
@@ -258,7 +262,7 @@ class Arguments(Generic[State, Adjoint]):
             If an argument breaks its rule, or does not go with another.
         """
         operators = Operators.of(chain, adjoint_step, tape_step, functionals, checked)
-        watched = Checked(operators) if checked and states is None else None
+        watched = Checked(operators, operators.own) if checked and states is None else None
         chain = watched or operators
         _require_kinds(costs, durable, planner)
         if isinstance(planner, Plan):

@@ -177,6 +177,8 @@ class Uniform(Generic[State, Adjoint]):
         """Return the costs of steps and tiers, measured on steps that are run for it."""
         given = self._arguments
         chain, states, most = given.chain, given.states, given.n_steps or _UNKNOWN_STEPS
+        if given.watched is not None:
+            given.watched.begin()  # it may know the states of a sweep from another state 0
         costs = measure(chain, state, most, given.probed, states=states, progress=self._bars.shown)
         costs = times(costs, given.operators.functionals)  # whose adjoint steps are not run
         if any(each.scheme == "auto" for tier in given.probed for each in compressions(tier)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
@@ -46,10 +46,12 @@ class Checked(Generic[State, Adjoint]):
     Parameters
     ----------
     chain : Chain
+    operator : callable
+        Returns the user's own adjoint step, which the chain calls.
     """
 
-    def __init__(self, chain: Chain[State, Adjoint]) -> None:
-        self._chain = chain
+    def __init__(self, chain: Chain[State, Adjoint], operator: Callable[[], object]) -> None:
+        self._chain, self._operator = chain, operator
         self.in_place = chain.in_place
         self.state_is_tape = chain.state_is_tape
         self.one_tape = bool(getattr(chain, "one_tape", False))
@@ -110,7 +112,7 @@ class Checked(Generic[State, Adjoint]):
     def _require_apart(self, state: object, step: int) -> None:
         """Raise StateError if the adjoint operator names an array of the state, not its tape's."""
         live = Memory(optree.tree_leaves(cast(Any, state), none_is_leaf=True))
-        for value in read_by(self._chain.reverse):
+        for value in read_by(self._operator()):
             if any(map(live.meets, _arrays(value))):
                 raise StateError(_READ.format(step))
 
@@ -125,7 +127,7 @@ def digest(tree: object) -> bytes:
 
 
 def _arrays(leaf: object) -> Iterator[Array]:
-    if isinstance(leaf, np.ndarray | np.generic):
+    if isinstance(leaf, np.generic) or (type(leaf) is np.ndarray and not leaf.dtype.hasobject):
         yield np.asarray(leaf)
         return
     try:
