@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 60_112,
+    "package_lines": 60_157,
     "classes": 474,
-    "functions": 3801,
+    "functions": 3805,
     "files_under_60": 4,
-    "import_lines": 3476,
+    "import_lines": 3478,
     "twins": 0,
-    "test_lines": 54_954,
+    "test_lines": 55_093,
 }
 
 

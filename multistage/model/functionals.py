@@ -87,7 +87,7 @@ class Functionals(Generic[State, Adjoint]):
         return adjoint
 
 
-def innermost(chain: Chain[Any, Any]) -> Chain[Any, Any]:
+def innermost(chain: Chain[State, Adjoint]) -> Chain[State, Adjoint]:
     """Return the chain of a user's operators, which functionals and blocks call."""
     while isinstance(chain, Functionals | Blocks):
         chain = chain._chain
@@ -141,22 +141,27 @@ def _arrays(tree: object) -> list[Array]:
     return found
 
 
-def in_own_containers(tree: T) -> T:
-    """Return a tree of the same arrays, in containers of its own."""
+def in_own_containers(tree: T, records: dict[int, object] | None = None) -> T:
+    """Return a tree of the same arrays, in containers of its own.
+
+    `records` are dataclasses by the identities of those whose copies they are.
+    """
     if isinstance(tree, np.ndarray) or type(tree) in ATOMS:
         return tree
     leaves, spec = optree.tree_flatten(cast(Any, tree), none_is_leaf=True)
-    return rebuilt(
-        tree, spec, [_in_own_fields(leaf) if is_record(leaf) else leaf for leaf in leaves]
-    )
+    known: dict[int, object] = {} if records is None else records
+    own = [_in_own_fields(leaf, known) if is_record(leaf) else leaf for leaf in leaves]
+    return rebuilt(tree, spec, own)
 
 
-def _in_own_fields(leaf: Any) -> Any:
-    made = copy.copy(leaf)
-    for each in dataclasses.fields(leaf):
-        if hasattr(leaf, each.name):
-            object.__setattr__(made, each.name, in_own_containers(getattr(leaf, each.name)))
-    return made
+def _in_own_fields(leaf: Any, known: dict[int, object]) -> object:
+    if id(leaf) not in known:
+        known[id(leaf)] = made = copy.copy(leaf)
+        for each in dataclasses.fields(leaf):
+            if hasattr(leaf, each.name):
+                value = in_own_containers(getattr(leaf, each.name), known)
+                object.__setattr__(made, each.name, value)
+    return known[id(leaf)]
 
 
 def own_adjoints(given: object, count: int) -> list[object]:
@@ -216,8 +221,8 @@ def _is_alone(values: Any, keys: Iterable[Any]) -> bool:
     """Whether nothing but a container refers to its values, nor to what these are made of."""
     for key in keys:  # by key: a name would be one more reference
         kind = type(values[key])
-        if kind in ATOMS or issubclass(kind, np.generic):
-            continue
+        if kind in ATOMS or (issubclass(kind, np.generic) and not issubclass(kind, np.void)):
+            continue  # a void may be a view
         if references(values, key) != 1:
             return False
         if kind is np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,17 @@ def view_of_one() -> Callable[..., Any]:
     return back
 
 
+def void_of_one() -> Callable[..., Any]:
+    """Return one that returns a record, a scalar that is a view of an array."""
+    whole = np.zeros(2, [("u", float, 9)])
+
+    def back(x: Any, a: Any, i: int) -> Any:
+        whole["u"][0] = np.cos(x) * (a["u"] if a.dtype.names else a)
+        return whole[0]
+
+    return back
+
+
 def overwritten(x: Any, a: Any, i: int) -> Any:
     a *= np.cos(x)
     return a
@@ -129,7 +141,7 @@ def keeping() -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    "make", [one_buffer, two_buffers, view_of_one, keeping, lambda: overwritten]
+    "make", [one_buffer, two_buffers, view_of_one, void_of_one, keeping, lambda: overwritten]
 )
 @pytest.mark.parametrize("block", [0, 3])
 def test_adjoint_steps_may_use_arrays_again(make: Callable[[], Any], block: int) -> None:
@@ -144,6 +156,8 @@ def test_adjoint_steps_may_use_arrays_again(make: Callable[[], Any], block: int)
         run.forward(START)
         same = SEEDS[0].copy()
         found: Any = run.reverse([same, *SEEDS[1:], same])  # one array for two of them
+        if make is void_of_one:
+            found = [one["u"] for one in found]
         assert_each(found, [*SEEDS, SEEDS[0]])
         assert np.array_equal(same, SEEDS[0])
 
@@ -231,16 +245,57 @@ def test_a_tape_that_is_written_to_is_an_error(make: Callable[[], Any]) -> None:
     assert start.flags.writeable
 
 
-def test_checked_runs_see_what_is_hidden_in_tapes() -> None:
-    class Tape:
-        def __init__(self, slope: Any) -> None:
-            self.left = [slope]
+@dataclass
+class Node:
+    """A part of a tape that refers to others, and they to it."""
+
+    slopes: list[Any]
+    parent: Any = None
+
+
+def test_tapes_may_refer_to_themselves() -> None:
+    def taped(x: Any, i: int) -> Any:
+        whole = Node([np.cos(x)])
+        whole.slopes.append(Node([], whole))
+        return np.sin(x), whole
 
     def back(tape: Any, a: Any, i: int) -> Any:
-        return (tape.left.pop() if tape.left else 1.0) * a
+        assert tape.slopes.pop().parent is tape
+        return tape.slopes.pop() * a
 
+    with Reversal(
+        lambda x, i: np.sin(x), back, N, tape_step=taped, memory="4 slots", functionals=3
+    ) as run:
+        run.forward(START)
+        assert_each(run.reverse(SEEDS), SEEDS)
+
+
+class Hidden:
+    def __init__(self, slope: Any) -> None:
+        self.left = [slope]
+
+
+def takes_out(tape: Any, a: Any, i: int) -> Any:
+    return (tape.left.pop() if tape.left else 1.0) * a
+
+
+def writes_into(tape: Any, a: Any, i: int) -> Any:
+    return np.multiply(tape[0], a, out=tape[0]).copy()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "back"),
+    [
+        (Hidden, takes_out),
+        (lambda slope: np.array([slope, None], object), writes_into),
+        (lambda slope: iter([slope]), lambda tape, a, i: next(tape, 1.0) * a),
+    ],
+)
+def test_checked_runs_see_what_is_hidden_in_tapes(
+    hidden: Callable[..., Any], back: Callable[..., Any]
+) -> None:
     def taped(x: Any, i: int) -> Any:
-        return np.sin(x), Tape(np.cos(x))
+        return np.sin(x), hidden(np.cos(x))
 
     with Reversal(
         lambda x, i: np.sin(x), back, N, tape_step=taped, memory="4 slots", functionals=2,
