@@ -11,6 +11,7 @@ training step that is not compiled itself makes its closures anew each time.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
@@ -236,7 +237,8 @@ def _same(value: Any, kept: list[object], *, derived: bool = True) -> Hashable:
     match value:
         case jax_core.ClosedJaxpr():
             kept.extend(value.consts)
-            return same(value.jaxpr), tuple(map(id, value.consts))
+            consts = (same(a) if isinstance(a, np.ndarray) else id(a) for a in value.consts)
+            return same(value.jaxpr), tuple(consts)
         case jax_core.Jaxpr():
             numbers: dict[Any, int] = {}
 
@@ -259,6 +261,9 @@ def _same(value: Any, kept: list[object], *, derived: bool = True) -> Hashable:
             return dict, tuple(map(same, value.items()))
         case float():
             return float, value.hex()  # 0.0 == -0.0
+        case np.ndarray():  # which can have been written to since
+            kept.append(value)
+            return id(value), hashlib.blake2b(value.tobytes()).digest()
     try:
         hash(value)
     except TypeError:
