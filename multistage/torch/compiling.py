@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
 from ..backends.urls import Tiers
 from ..errors import ArgumentError, CheckpointWarning
@@ -242,6 +243,9 @@ class Compiled(InFront):
         name = _name_of(vars(self)["_multistage_model"])
         used: Used = vars(self)["_multistage_used"]
         outside: _Outside | None = vars(self)["_multistage_outside"]
+        if is_in_any_mode_without_ignore_compile_internals():
+            # TorchDynamo would skip this call, and each after it.
+            raise ArgumentError(_without_graph(name))
         before, uncaptured, result = used.calls, None, None
         seen = contextlib.nullcontext() if outside is None else outside.seen(name)
         try:
@@ -514,7 +518,7 @@ def _without_graph(name: str) -> str:
     return (
         f"{name} ran without a graph, beyond the memory limit: it calls no operation of torch, or "
         "TorchDynamo is turned off (TORCHDYNAMO_DISABLE, torch._dynamo.config.disable, a torch "
-        "dispatch mode around the first call)"
+        "dispatch mode around the call, such as FlopCounterMode)"
     )
 
 

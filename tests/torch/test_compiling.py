@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 import multistage.torch as mst
 from multistage.errors import (
@@ -358,6 +360,11 @@ def own_operator(block: Any, y: Tensor) -> Tensor:
     return torch.tanh(scaled(torch.tanh(y)))
 
 
+def unsteady(block: Any, y: Tensor) -> Tensor:
+    at = torch.zeros(y.shape[0], dtype=torch.long)
+    return torch.tanh(torch.zeros_like(y).index_put((at,), torch.tanh(y), accumulate=True))
+
+
 @pytest.mark.usefixtures("cheap")
 @pytest.mark.parametrize("memory", [0.9, 0.4])
 @pytest.mark.parametrize("check", ["error", "off"])
@@ -373,6 +380,15 @@ def test_what_operators_of_ones_own_make_again_is_compared(
         return
     with pytest.raises(StateError, match="saved other numbers"):
         y.sum().backward()
+
+
+def test_what_adds_in_the_order_of_threads_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = mst.compile(Net(unsteady), memory=0.5)
+    step(compiled, batch())
+    numbers = itertools.count()
+    monkeypatch.setattr(Digests, "of", lambda *_: next(numbers))
+    with pytest.raises(StateError, match="saved other numbers"):
+        step(compiled, batch())
 
 
 @pytest.mark.usefixtures("cheap")
@@ -507,6 +523,27 @@ class Inverts(nn.Module):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             scale = torch.linalg.inv(x).sum()
         return x * scale
+
+
+def tiny(block: Any, y: Tensor) -> Tensor:
+    denormal = y.detach() * 1e-38 * 1e-3
+    return torch.tanh(block.linear(denormal * 1e38 * 1e3))
+
+
+def test_denormal_numbers_are_flushed_as_in_forward() -> None:
+    plain, x = Net(tiny), batch()
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.5)
+    compiled(x)
+    plain(x)
+    for call in (plain, compiled):
+        loss = call(x).square().mean()
+        torch.set_flush_denormal(True)
+        try:
+            loss.backward()
+        finally:
+            torch.set_flush_denormal(False)
+    assert_equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
 
 
 def test_modes_that_an_error_leaves_open_are_closed() -> None:
@@ -678,6 +715,14 @@ def test_a_run_without_a_graph_is_refused() -> None:
     turned_off = torch._dynamo.config.patch(disable=True)
     with turned_off, pytest.raises(ArgumentError, match="ran without a graph"):
         compiled(batch())
+
+
+def test_an_operator_mode_around_a_call_is_refused_and_leaves_the_graph() -> None:
+    compiled = mst.compile(Net(), memory=0.7)
+    step(compiled, batch())
+    with FlopCounterMode(display=False), pytest.raises(ArgumentError, match="dispatch mode"):
+        compiled(batch())
+    step(compiled, batch())
 
 
 def test_a_limit_that_is_too_small_names_the_smallest() -> None:

@@ -2,7 +2,8 @@
 
 Autocast; which kernels may run (attention's backends, cuDNN, oneDNN, precision
 of matrix products, deterministic algorithms); the default dtype and device;
-how many threads share a sum; modes that intercept functions and operators.
+how many threads share a sum; whether denormal numbers are flushed; modes that
+intercept functions and operators.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ _left_alone: set[str] = set()  # packages that torch.compile leaves alone on our
 class _Flag:
     name: str
     get: Callable[[], Any]
-    set: Callable[[Any], None]
+    set: Callable[[Any], object]
 
 
 def _flags() -> Iterator[_Flag]:
@@ -167,6 +168,7 @@ def _flags() -> Iterator[_Flag]:
     core: Any = torch._C
     yield _Flag("the default dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield _Flag("torch.get_num_threads()", torch.get_num_threads, torch.set_num_threads)
+    yield _Flag("flushing of denormal numbers", _flushes, torch.set_flush_denormal)
     yield _Flag("deterministic algorithms", _deterministic, _set_deterministic)
     mha = torch.backends.mha  # attention's kernel where no gradient is required
     yield _Flag("torch.backends.mha", mha.get_fastpath_enabled, mha.set_fastpath_enabled)
@@ -204,6 +206,14 @@ def _flags() -> Iterator[_Flag]:
         if hasattr(core, f"_get_{name}_sdp_enabled") and hasattr(core, f"_set_sdp_use_{name}"):
             getter, setter = f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}"
             yield _Flag(f"attention's backend {name}", getattr(core, getter), getattr(core, setter))
+
+
+_DENORMAL = float.fromhex("0x1p-1074")
+
+
+def _flushes() -> bool:
+    """Whether this thread takes denormal numbers for zero, which torch tells nobody."""
+    return _DENORMAL == 0.0
 
 
 _PRECISIONS = (

@@ -122,9 +122,15 @@ class _Number(int):
         return f"%{int(self)}"
 
 
+# What adds numbers in whichever order threads come.
+_UNSTEADY = {"index_put", "index_put_", "put", "put_"}
+
+
 def _is_of_torch(node: fx.Node) -> bool:
     """Whether a node calls nothing but operations of torch, of numbers and of tuples."""
     target: Any = node.target
+    if getattr(target, "__name__", target) in _UNSTEADY:
+        return False
     if node.op != "call_function" or target in (_enter, _leave, _set_graded):
         return node.op != "call_module"
     if isinstance(target, (OpOverload, OpOverloadPacket)):
