@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 60_177,
-    "classes": 474,
-    "functions": 3806,
+    "package_lines": 60_197,
+    "classes": 475,
+    "functions": 3807,
     "files_under_60": 4,
     "import_lines": 3480,
     "twins": 0,
-    "test_lines": 55_140,
+    "test_lines": 55_142,
 }
 
 

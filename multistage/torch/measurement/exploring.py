@@ -30,7 +30,7 @@ from ..environment.states import tensors_in, wants_of, with_tensors
 from ..tensors.checksums import same_bits
 from ..tensors.meter import storages_of
 from .saved import Saved
-from .traits import Traits
+from .traits import OfGraph, Traits
 
 Call: TypeAlias = Callable[..., object]  # of a state
 _State = TypeVar("_State")
@@ -164,7 +164,7 @@ def explore(
             names[i],
             tuple([(m, k) for m, k, _ in changed]),
             frozenset(generators.drawn(random, after)),
-            is_pure=getattr(stage, "is_pure", False),
+            is_pure=isinstance(stage, OfGraph) and stage.is_pure,
             scope=scopes[i],
         )
         look = partial(_look_with_graph, stage, given, wants, state, around)

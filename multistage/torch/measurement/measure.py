@@ -37,7 +37,7 @@ from .clocks import Moment, Times, digest_s, engine_s, hook_s, moment, seconds_b
 from .exploring import Call, HooksOnTensors, explore, fresh_copy, has_node, hooks_silent, untouched
 from .joining import grouped
 from .saved import Saved, never
-from .traits import Count, Remade, Sizes, Traits, bytes_of
+from .traits import Count, OfGraph, Remade, Sizes, Traits, bytes_of
 
 _LEAST_ROUNDS = 2  # of timing a stage: the first pays for what is made once
 _MOST_ROUNDS = 50
@@ -516,10 +516,9 @@ def _measure_groups(
 
 def _kind_of(call: Call, trait: Traits, state: object) -> object | None:
     """Return what decides what a stage costs; None if that is not known."""
-    signature = getattr(call, "signature", None)
-    if signature is None or not trait.is_pure:
+    if not isinstance(call, OfGraph) or not trait.is_pure:
         return None
-    own: dict[str, object] = call.own()  # type: ignore[attr-defined]
+    own: dict[str, object] = call.own()
     leaves, spec = pytree.tree_flatten(state)
     storages: dict[int, int] = {}
 
@@ -531,13 +530,14 @@ def _kind_of(call: Call, trait: Traits, state: object) -> object | None:
         storage = value.untyped_storage()
         place = storages.setdefault(storage._cdata, len(storages))
         at = place, storage.nbytes(), value.storage_offset(), value.stride(), value.shape
-        return *at, value.dtype, value.device, value.requires_grad
+        bits = value.is_conj(), value.is_neg()
+        return *at, *bits, value.dtype, value.device, value.requires_grad
 
     places = list(own)
     buffers = tuple([places.index(key) for _, key in trait.buffers])
     does = trait.draws, trait.graded, trait.differentiates, trait.unhooked, trait.fills
     of_values = tuple([kind(value) for value in (*leaves, *own.values())])
-    return signature, str(spec), of_values, buffers, does, trait.changes_input
+    return call.signature, str(spec), of_values, buffers, does, trait.changes_input
 
 
 def _with_times(stage: Stage, found: Times, overhead_s: float) -> Stage:

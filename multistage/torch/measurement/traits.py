@@ -220,6 +220,28 @@ class Remade:
         }
 
 
+class OfGraph(nn.Module):
+    """A stage of a captured graph, as nothing that a user makes is one.
+
+    Attributes
+    ----------
+    is_bound : bool
+        True: to the parameters of each call, since modules may share it.
+    is_pure : bool
+        Nothing of the user's own runs in it; see `Traits`.
+    signature : object
+        Equal to another's that does the same.
+    """
+
+    is_bound = True
+    is_pure: bool
+    signature: object
+
+    def own(self) -> dict[str, object]:
+        """Return its parameters, buffers and constants, in the order of the graph."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class Traits:
     """What a stage does besides computing its output.

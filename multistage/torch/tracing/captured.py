@@ -18,13 +18,13 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from ..environment.settings import Autocast
 from ..measurement.measure import Profile
-from ..measurement.traits import Remade
+from ..measurement.traits import OfGraph, Remade
 from .cutting import Cut, Staying, cuts, ways_to_count
 from .observing import ENTER, GRADED, LEAVE, Observed, observe
 from .remaking import Remaking
 
 
-class GraphStage(nn.Module):
+class GraphStage(OfGraph):
     """One stage of a captured graph.
 
     Its parameters and buffers are arguments of the graph, by name.
@@ -40,15 +40,13 @@ class GraphStage(nn.Module):
         Attributes of the whole graph.
     """
 
-    is_bound = True  # to the parameters of each call: modules may share it
-
     def __init__(
         self, name: str, graph: fx.Graph, places: dict[str, int], constants: dict[str, object]
     ) -> None:
         super().__init__()
         self.name = name
-        self.signature = _signature(graph)  # equal to another's that does the same
-        self.is_pure = all(map(_is_of_torch, graph.nodes))  # nothing of the user's own runs in it
+        self.signature = _signature(graph)
+        self.is_pure = all(map(_is_of_torch, graph.nodes))
         self._places = places
         self._has_modes = any(n.target in (_enter, _set_graded) for n in graph.nodes)
         for key, value in constants.items():
