@@ -47,11 +47,14 @@ def no_leak(request: pytest.FixtureRequest) -> Iterator[None]:
     folder: Path | None = (
         request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     )
-    threads, files = set(threading.enumerate()), descriptors()
+    threads, files, engine = set(threading.enumerate()), descriptors(), native_threads()
 
     def left() -> list[object]:
         found: list[object] = [thread.name for thread in set(threading.enumerate()) - threads]
-        found += [*(descriptors() - files), *["a thread of the C core"] * native_threads()]
+        found += [
+            *(descriptors() - files),
+            *["a thread of the C core"] * (native_threads() - engine),
+        ]
         return found + ([] if folder is None else list(folder.glob("**/.multistage-*")))
 
     yield
