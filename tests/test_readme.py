@@ -94,6 +94,8 @@ def test_blocks_run(block: Block, tmp_path: Path, monkeypatch, capsys) -> None:
     printed = capsys.readouterr().out
     assert re.search("plan |predicted|Stats|steps in blocks|remainder", printed)
     assert list(tmp_path.iterdir()) == []
+    if "multistage.jax" in sys.modules:
+        sys.modules["multistage.jax"].clear()  # else the engines of its tiers stay
 
 
 @pytest.mark.long
