@@ -28,7 +28,7 @@ from ..environment.randomness import Generators, State
 from ..environment.scope import Scope
 from ..environment.states import tensors_in, wants_of, with_tensors
 from ..tensors.checksums import same_bits
-from ..tensors.meter import storages_of
+from ..tensors.meter import Operations, storages_of
 from .saved import Saved
 from .traits import OfGraph, Traits
 
@@ -141,7 +141,8 @@ def explore(
         random = generators.capture()
         leaves, spec = pytree.tree_flatten(state)
         given = pytree.tree_unflatten(leaves, spec)  # the stage may change lists and dicts
-        with torch.no_grad():
+        is_pure = isinstance(stage, OfGraph) and stage.is_pure
+        with torch.no_grad(), Operations() if is_pure else contextlib.nullcontext() as done:
             state = stage(state)
         after = generators.capture()
         around.drew(generators, random, after)
@@ -164,10 +165,10 @@ def explore(
             names[i],
             tuple([(m, k) for m, k, _ in changed]),
             frozenset(generators.drawn(random, after)),
-            is_pure=isinstance(stage, OfGraph) and stage.is_pure,
+            is_pure=is_pure,
             scope=scopes[i],
         )
-        look = partial(_look_with_graph, stage, given, wants, state, around)
+        look = partial(_look_with_graph, stage, given, wants, state, done, around)
         # What was written to cannot be run on again.
         found = (trait, None) if written else look(_Random(generators, random), trait)
         traits.append(found[0])
@@ -216,11 +217,15 @@ def _look_with_graph(
     given: object,
     wants: Sequence[bool] | None,
     result: object,
+    done: Operations | None,
     around: Environment,
     random: _Random,
     trait: Traits,
 ) -> tuple[Traits, Sequence[bool]]:
     """Run a stage with a graph, and compare: some kernels, such as oneDNN's LSTM, differ.
+
+    Where what it saves is not compared later, operations are compared, too: other kernels may
+    have given the same numbers by chance, as where they are multiplied by a zero.
 
     The generators that it left as they were have other states then: it may have drawn
     numbers and put back the state, or seeded a generator with the state that it had.
@@ -233,9 +238,13 @@ def _look_with_graph(
     """
     drawn, seeded = trait.draws, set[str]()
     plain = tensors_in(result)
+    recorded = None if done is None else Operations()
 
     def run(disturbed: AbstractContextManager[object]) -> list[Tensor]:
-        with around.again(), disturbed, torch.enable_grad():
+        if recorded is not None:
+            recorded.noted.clear()
+        noting = recorded or contextlib.nullcontext()
+        with around.again(), disturbed, torch.enable_grad(), noting:
             return tensors_in(stage(_wanting(given, wants)))
 
     # Lengths of nested tensors have names, which are others each time they are made.
@@ -257,6 +266,8 @@ def _look_with_graph(
         graded = not _all_equal(plain, undisturbed)
         if _all_equal(undisturbed, once_more) and not _all_equal(undisturbed, again):
             seeded |= {*random.generators.names} - drawn
+    if done is not None and recorded is not None:
+        graded = graded or recorded.noted != done.noted
     trait = replace(
         trait,
         draws=drawn | seeded,

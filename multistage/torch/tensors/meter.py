@@ -161,6 +161,37 @@ class Meter(TorchDispatchMode):
         return False  # else torch imports its compiler, for seconds
 
 
+class Operations(TorchDispatchMode):
+    """Notes which operations are performed inside it, but those that only hand numbers on.
+
+    Attributes
+    ----------
+    noted : list of OpOverload
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[OpOverload[..., object]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if not (func.is_view or func in _COPIES):
+            self.noted.append(func)
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+_COPIES = {torch.ops.aten.clone.default, torch.ops.aten.detach.default}  # autograd makes some
+
+
 def _end_last_task(device: torch.device) -> None:
     """Have autograd's thread of a CUDA device release its last task, and so of its gradients.
 
