@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -50,6 +50,7 @@ from ..model.budget import Budget
 from ..model.chain import Chain
 from ..reversal import Reversal
 from ..reversing.arguments import chain_of, kind_of
+from ..reversing.sweeps import Sweeps
 from ..support.free_memory import DEFAULT_SHARE, default_budget_bytes
 from ..support.units import format_bytes
 
@@ -339,21 +340,20 @@ class ShotWorker:
     --------
     >>> import numpy as np
     >>> from multistage import FunctionChain
-    >>> worker, runs, gradients = ShotWorker("2 slots", "memory:"), [], []
+    >>> worker, gradients = ShotWorker("2 slots", "memory:"), []
     >>> for scale in (1, 2, 3):
     ...     chain = FunctionChain(lambda x, i: scale * x, lambda x, a, i: scale * a)
     ...     with worker.reversal(chain, n_steps=4) as run:
     ...         last = run.forward(np.array(1.0))
     ...         gradients.append(float(run.reverse(np.array(1.0))))
-    ...     runs.append(run)
-    >>> gradients, runs[0] is runs[1] is runs[2]
-    ([1.0, 16.0, 81.0], True)
+    >>> gradients
+    [1.0, 16.0, 81.0]
     >>> worker.close()
     """
 
     def __init__(self, memory: Memory, tiers: str) -> None:
         self.memory, self.tiers = memory, tiers
-        self._idle: list[tuple[object, Reversal[Any, Any]]] = []
+        self._idle: list[tuple[object, Sweeps[Any, Any]]] = []
         self._lock = threading.Lock()
         self._closed = False
 
@@ -370,8 +370,9 @@ class ShotWorker:
     ) -> Iterator[Reversal[State, Adjoint]]:
         """Lend a `Reversal` with these operators, for a `with` block.
 
-        It is that of an earlier shot with as many steps and operators of the same kind, which
-        no shot is using, by `Reversal.use`; else a new one, in which the first sweep measures.
+        It goes on with costs, plan, buffers and file of an earlier shot with as many steps and
+        operators of the same kind, which no shot is using, as by `Reversal.use`; else it is a
+        new one, in which the first sweep measures.  It is for the block alone.
 
         Parameters
         ----------
@@ -386,36 +387,37 @@ class ShotWorker:
         """
         operators = chain_of(chain, adjoint_step, tape_step)
         kind = n_steps, planner, checked, kind_of(operators)
-        run = self._taken(kind)
-        if run is None:
-            run = Reversal(
-                operators,
-                n_steps=n_steps,
-                memory=self.memory,
-                tiers=self.tiers,
-                planner=planner,
-                checked=checked,
-            )
-        else:
+        run: Reversal[State, Adjoint] = Reversal(
+            operators,
+            n_steps=n_steps,
+            memory=self.memory,
+            tiers=self.tiers,
+            planner=planner,
+            checked=checked,
+        )
+        if kept := self._taken(kind):
+            run._sweeps = kept
             run.use(operators)
+        sweeps = run._sweeps
         with ExitStack() as on_error:
-            on_error.callback(run.close)
+            on_error.callback(sweeps.end, keep=False)
             yield run
-            run._sweeps.use(None)  # which refer to the model of this shot
+            run._sweeps = cast(Any, _Returned())
+            sweeps.use(None)  # which refer to the model of this shot
             with self._lock:
                 if not self._closed:
-                    self._idle.append((kind, run))
+                    self._idle.append((kind, sweeps))
                     on_error.pop_all()
 
-    def _taken(self, kind: object) -> Reversal[Any, Any] | None:
-        """Return a kept run of a kind, if there is one; close the others' tiers."""
+    def _taken(self, kind: object) -> Sweeps[Any, Any] | None:
+        """Return kept sweeps of a kind, if there are some; close the others' tiers."""
         with self._lock:
             found = next((each for each in self._idle if each[0] == kind), None)
             if found is not None:
                 self._idle.remove(found)
-            for other, run in self._idle:
+            for other, sweeps in self._idle:
                 if other != kind:
-                    run.close()
+                    sweeps.end(keep=False)
         return None if found is None else found[1]
 
     def close(self) -> None:
@@ -423,8 +425,18 @@ class ShotWorker:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for _, run in idle:
-            run.close()
+        for _, sweeps in idle:
+            sweeps.end(keep=False)
+
+
+class _Returned:
+    """In the place of the sweeps of a `Reversal` that was lent."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ArgumentError(
+            "a Reversal of worker.reversal() is for its with block alone, and another shot may "
+            "have its place by now; ask for one in a block of its own"
+        )
 
 
 def _plugin(memory: Memory | None, scratch: str | None) -> Any:

@@ -100,7 +100,8 @@ def carried(source: int, worker: ShotWorker) -> list[Any]:
         run.forward(model.start())
         adjoint = run.reverse(model.start_adjoint())
         files = sorted(str(link.readlink()) for link in files_of(scratch_of(worker)))
-    return [(os.getpid(), id(run), files, model.gradient(adjoint))]
+        sweeps = id(run._sweeps)
+    return [(os.getpid(), sweeps, files, model.gradient(adjoint))]
 
 
 def scratch_of(worker: ShotWorker) -> Path:
