@@ -13,10 +13,11 @@ into its place in the state's memory.
 What a fault does:
 
 ============================  ================================================
-a path fills up               states go to the others, until something of it
-                              is dropped; with all of them full, the tier is
+a path fills up               states go to the others, as long as it has no
+                              room; with all of them full, the tier is
 writing a part fails          the state is lost; after some in a row on one
-                              path, states go to the others as above
+                              path, states go to the others until something of
+                              it is dropped
 reading a part fails          the state is lost
 a path cannot be opened       `open` raises `StoreError`
 ============================  ================================================
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, cast
@@ -215,7 +216,7 @@ class StripedStore(BaseStore):
             self._states: dict[int, _State] = {}
             count = len(self._paths)
             self._used, self._moved = [0] * count, [0] * count
-            self._failures = [0] * count  # to write to each path, in a row; many if it is full
+            self._failures = [0] * count  # to write to each path, in a row
             self._warned = False
             for path in self._paths:
                 path.queue_depth = self.queue_depth
@@ -245,7 +246,8 @@ class StripedStore(BaseStore):
         self.drop(key)
         offsets, nbytes = places([array.nbytes for array in arrays])
         kinds = [(a.shape, a.dtype, at) for a, at in zip(arrays, offsets, strict=True)]
-        while parts := self._placed(nbytes):
+        full = set[int]()
+        while parts := self._placed(nbytes, full):
             if not block and any(self._paths[part.path].waits() for part in parts):
                 break
             state = _State(nbytes, kinds, parts)
@@ -264,12 +266,16 @@ class StripedStore(BaseStore):
             self._forget(key)
             if not is_full:
                 break
-            self._failures[refusing] = _FAILURES
+            full.add(refusing)
         return self._refused(not parts)
 
-    def _placed(self, nbytes: int) -> list[_Part]:
-        """Return the parts of a record of so many bytes, none if there is no room."""
-        there = [k for k, failed in enumerate(self._failures) if failed < _FAILURES]
+    def _placed(self, nbytes: int, full: Set[int]) -> list[_Part]:
+        """Return the parts of a record of so many bytes, none if there is no room.
+
+        `full` are paths that have none, as they say: what was dropped there may still be moved.
+        """
+        left_out = {k for k, failed in enumerate(self._failures) if failed >= _FAILURES} | full
+        there = [k for k in range(len(self._paths)) if k not in left_out]
         there.sort(key=lambda k: (self._used[k] + nbytes) / self._shares[k])
         pages, rooms = _pages(nbytes), {k: self._room(k) for k in there}
         if not self._cuts or nbytes < _LEAST:
@@ -439,7 +445,7 @@ class StripedStore(BaseStore):
         if state is not None:
             self._forget(key)
             for number, _ in self._paths_of(state):
-                self._failures[number] = 0  # there is room again
+                self._failures[number] = 0  # it is tried again
 
     def _forget(self, key: int) -> None:
         with Shield(up=True):
