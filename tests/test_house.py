@@ -160,7 +160,7 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 60_257,
+    "package_lines": 60_258,
     "classes": 477,
     "functions": 3811,
     "files_under_60": 4,

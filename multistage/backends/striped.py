@@ -220,8 +220,9 @@ class StripedStore(BaseStore):
             self._warned = False
             for path in self._paths:
                 path.queue_depth = self.queue_depth
-                if isinstance(path, StreamedStore):
-                    path.warns = False  # that it is full: the others may not be
+                for part in path.parts():
+                    if isinstance(part, StreamedStore):
+                        part.warns = False  # that it is full: the others may not be
                 path.open(inner)
                 self._opened.append(path)
         except BaseException:
