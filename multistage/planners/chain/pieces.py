@@ -144,7 +144,7 @@ def plan_in_pieces(
     ]
     tried = counts or BLOCKS if planner == "optimal" else ()
     candidates += ((_in_blocks(costs, memory, count), None) for count in tried)
-    if rates is not None and (away := plan_grouped(costs.whole, min(memory, most), rates)):
+    if rates is not None and (away := plan_grouped(costs.whole, memory, rates)):
         candidates.append((away, rates))
     found = []
     for actions, tier in candidates:
