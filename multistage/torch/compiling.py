@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..backends.urls import Tiers
 from ..errors import ArgumentError, CheckpointWarning
@@ -243,7 +243,7 @@ class Compiled(InFront):
         name = _name_of(vars(self)["_multistage_model"])
         used: Used = vars(self)["_multistage_used"]
         outside: _Outside | None = vars(self)["_multistage_outside"]
-        if is_in_any_mode_without_ignore_compile_internals():
+        if _is_below_modes():
             # TorchDynamo would skip this call, and each after it.
             raise ArgumentError(_without_graph(name))
         before, uncaptured, result = used.calls, None, None
@@ -512,6 +512,16 @@ def _refuse(model: object) -> None:
 
 def _name_of(model: object) -> str:
     return str(getattr(model, "__name__", type(model).__name__))
+
+
+def _is_below_modes() -> bool:
+    """Whether TorchDynamo would skip a call, for dispatch modes around it in this thread.
+
+    torch's own function for it tells of those of other threads, too.  Early versions skip a
+    call for any mode.
+    """
+    stack = _get_current_dispatch_mode_stack()
+    return not all(getattr(mode, "ignore_compile_internals", bool)() for mode in stack)
 
 
 def _without_graph(name: str) -> str:

@@ -186,14 +186,15 @@ SWEEPS = """
         if kind.endswith("reopened") and turn % 4 == 0:
             run.close()
             run = new_run()
-        if turn in (300, sweeps):
+        if turn in (300, 650, sweeps):
             held = len(os.listdir("/proc/self/fd")), threading.active_count()
             # Exact, where the counters of `status` are off by up to 128 KiB per processor.
             seen.append((status("Anonymous", "smaps_rollup"), *held))
     run.close()
-    (rss, files, threads), (rss_after, files_after, threads_after) = seen
+    (rss, files, threads), (rss_between, *_), (rss_after, files_after, threads_after) = seen
     print(json.dumps({
-        "grown": rss_after - rss, "files": files_after - files,
+        # Where small objects happen to lie moves it once; what leaks, always.
+        "grown": min(rss_after - rss_between, rss_between - rss), "files": files_after - files,
         "threads": threads_after - threads,
     }))
 """
@@ -204,9 +205,9 @@ SWEEPS = """
     "kind", ["memory", "memory faulty", "memory reopened", *FILE_ENGINES, "direct reopened"]
 )
 def test_nothing_grows_over_a_thousand_sweeps(tmp_path: Path, kind: str) -> None:
-    most = 100_000 + 7 * 16_000  # one state in a hundred sweeps would be more
+    most = 3.5 * 16_000  # one state in a hundred sweeps
     found = answer_of(start_child(SWEEPS, tmp_path, kind))
-    if found["grown"] > most:  # by chance once: by where small objects happen to lie
+    if found["grown"] > most:  # by chance, once
         found = answer_of(start_child(SWEEPS, tmp_path, kind))
     assert found["grown"] <= most, "resident memory grew"
     assert found["files"] == found["threads"] == 0

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import multistage.torch as mst
 
@@ -55,3 +56,25 @@ def test_threads_that_share_a_graph(memory: float) -> None:
     finally:
         sys.setswitchinterval(interval)
     assert differ == []
+
+
+def test_a_mode_in_another_thread() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+    compiled = mst.compile(model, memory=1.0)
+    x = torch.ones(64, 32)
+    compiled(x).sum().backward()
+    entered, left = threading.Event(), threading.Event()
+
+    def count() -> None:
+        with FlopCounterMode(display=False):
+            entered.set()
+            left.wait()
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    entered.wait()
+    try:
+        assert torch.equal(compiled(x), model(x))
+    finally:
+        left.set()
+        thread.join()

@@ -173,13 +173,16 @@ def explore(
         found = (trait, None) if written else look(_Random(generators, random), trait)
         traits.append(found[0])
         wants = found[1]
-    # Who only reads a buffer that another stage changes must keep its values too.
-    for i, (trait, scope) in enumerate(zip(traits, scopes, strict=True)):
-        shared = [(m, k) for m, k, b in scope.buffers() if storages_of(b).keys() & moved]
-        more = [each for each in shared if each not in trait.buffers]
-        traits[i] = replace(trait, buffers=(*trait.buffers, *more))
+    traits = [_keeping(trait, s, moved) for trait, s in zip(traits, scopes, strict=True)]
     traits[0] = replace(traits[0], changes_input=changes_first)
     return _groups(starts, stages, traits)
+
+
+def _keeping(trait: Traits, scope: Scope, moved: Set[int]) -> Traits:
+    """Return traits of a stage that also keeps the buffers which it reads and another changes."""
+    shared = [(m, k) for m, k, b in scope.buffers() if storages_of(b).keys() & moved]
+    more = [each for each in shared if each not in trait.buffers]
+    return replace(trait, buffers=(*trait.buffers, *more))
 
 
 def _maker_of(written: set[int], storages: Sequence[dict[int, StorageWeakRef]]) -> int:
