@@ -89,9 +89,10 @@ class Reversal(Generic[State, Adjoint]):
     durable : str or Path, optional
         A folder that keeps states and the progress of the reverse sweep, in
         place of a tier: after a kill, the same call resumes the run, also with
-        `until`.  See `docs/howto/durable.md`.
+        `until`, or of steps that differ with their `costs`.  See `docs/howto/durable.md`.
     durable_every_s : float
-        Minimum seconds between two writes of the adjoint to the folder.
+        Minimum seconds between two writes of the adjoint to the folder; where steps
+        differ, of states in the forward sweep too.
     durable_label : str
         Distinguishes runs that begin with the same state: a run is resumed only
         under its own label.
@@ -317,7 +318,8 @@ class Reversal(Generic[State, Adjoint]):
             In a durable run: if the adjoint is not a pytree of arrays, or differs
             from the one with which the run began; call `reverse` again with that.
         StateError
-            In a durable run: if an adjoint step changes the adjoint's layout.
+            In a durable run: if an adjoint step changes the adjoint's layout or, where steps
+            differ, an adjoint has a tree that cannot be written down.
         StoreError
             In a forked child.  In a durable run: if the adjoint on the disk became
             unreadable since `forward`.

@@ -14,6 +14,7 @@ forked before this process has any thread.
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import os
@@ -30,9 +31,10 @@ from typing import Any
 
 import numpy as np
 
-from multistage import Costs, FunctionChain, InPlaceChain, Reversal, Tier
+from multistage import Costs, FunctionChain, InPlaceChain, Reversal, Stage, StageCosts, Tier
 from multistage.durable import folder as durable_folder
 from multistage.durable.status import inspect
+from multistage.reversing import unequal
 
 # A step that takes some work, so that a run lasts long enough to be killed in.
 REPEATS = 16
@@ -62,6 +64,37 @@ def _reverse(state: Any, adjoint: Any, i: int) -> Any:
     }
 
 
+def _refined(x: Any, i: int) -> Any:
+    """Return the state after a step that differs from the one before, on another mesh."""
+    y = np.resize(_advance(x[0] if type(x) is tuple else x, i), (2, _half(x, i)))
+    return (y, y[0, :3].copy()) if i % 4 == 3 else y
+
+
+def _half(x: Any, i: int) -> int:
+    """Return the columns of state i + 1: a third more, or back to the first."""
+    columns: int = x[0].shape[1] if type(x) is tuple else x.shape[1]
+    return columns + columns // 3 if (i + 1) % 5 else columns // 3 + 25
+
+
+def _reverse_refined(state: Any, adjoint: Any, i: int) -> Any:
+    """Do what `_reverse` does; the adjoint, too, has other arrays from step to step."""
+    fields = state if type(state) is tuple else (state,)
+    found = _reverse(fields[0], adjoint, i)
+    return found | {"more": [field.ravel()[: i % 9].copy() for field in fields]}
+
+
+def _costs(name: str, size: int, n: int) -> Costs | StageCosts:
+    """Return what the steps of a case cost."""
+    if name not in UNEQUAL:
+        return replace(COSTS, state_bytes=8 * size)
+    states = [_start(size)]
+    for i in range(n):
+        states.append(_refined(states[-1], i))
+    sizes = [sum(x.nbytes for x in (s if type(s) is tuple else (s,))) for s in states]
+    stages = [Stage("", 2e-4, 1e-4, nbytes, nbytes, gradient_bytes=0) for nbytes in sizes[1:]]
+    return StageCosts(tuple(stages), sizes[0])
+
+
 def _start(leaves: int) -> Any:
     return np.asfortranarray(np.linspace(0, 1, leaves).reshape(2, -1))
 
@@ -72,6 +105,8 @@ def _given() -> Any:
 
 # Cases whose end `until` finds.
 FOUND = ("found", "short-found", "ranks-found")
+# Cases whose steps differ in cost and size.
+UNEQUAL = ("unequal", "short-unequal")
 # Cases of several ranks, each with a folder of its own.
 TOGETHER = ("ranks", "ranks-found", "short-ranks")
 RANKS = 3
@@ -87,6 +122,8 @@ CASES: dict[str, tuple[Any, int, int, int]] = {
     "found": (lambda: FunctionChain(_advance, _reverse), 2000, 800, 9),
     "short-found": (lambda: FunctionChain(_advance, _reverse), 60, 12, 3),
     "roomy": (lambda: FunctionChain(_advance, _reverse), 2000, 600, 10_000),
+    "unequal": (lambda: FunctionChain(_refined, _reverse_refined), 20_000, 60, 6),
+    "short-unequal": (lambda: FunctionChain(_refined, _reverse_refined), 120, 12, 3),
 }
 
 
@@ -100,17 +137,19 @@ def answer(name: str) -> list[str]:
 
 def _answer(name: str, rank: int) -> list[str]:
     _, size, n, _ = CASES[name]
+    step, adjoint_step = (_refined, _reverse_refined) if name in UNEQUAL else (_advance, _reverse)
     states = [_start(size) + rank]
     for i in range(n):
-        states.append(_advance(states[-1], i))
+        states.append(step(states[-1], i))
     adjoint = _given()
     for i in reversed(range(n)):
-        adjoint = _reverse(states[i], adjoint, i)
+        adjoint = adjoint_step(states[i], adjoint, i)
     return _facts(states[-1], adjoint)
 
 
 def _facts(last: Any, adjoint: Any) -> list[str]:
     """Return the bits of both, few enough to fit a pipe that nobody reads."""
+    last = last[0] if type(last) is tuple else last
     seen = hashlib.sha256(last.tobytes()).hexdigest()
     return [seen, adjoint["digest"].tobytes().hex() + adjoint["sum"].tobytes().hex()]
 
@@ -199,6 +238,7 @@ def run(name: str, folder: Path, report: int, measured: bool) -> None:
         return
     make, size, n, slots = CASES[name]
     found = name in FOUND
+    vars(unequal)["measured_rates"] = lambda *_: Tier.of_rates(1e8, 1e8, tapes=False)
     with Reversal(
         make(),
         n_steps=None if found else n,
@@ -206,10 +246,10 @@ def run(name: str, folder: Path, report: int, measured: bool) -> None:
         durable=folder,
         durable_every_s=0 if name.startswith("short") else 0.01,
         durable_label=name,
-        costs=None if measured else replace(COSTS, state_bytes=8 * size),
+        costs=None if measured and name not in UNEQUAL else _costs(name, size, n),
     ) as reversal:
         until = (lambda _, i: i == n) if found else None
-        last = reversal.forward(_start(size), until).copy()
+        last = copy.deepcopy(reversal.forward(_start(size), until))
         adjoint = reversal.reverse(_given())
         counts = reversal.report().counts
         done = [counts.forward_steps, counts.reverse_steps, counts.elapsed_s]

@@ -1,12 +1,11 @@
-"""The adjoints that a durable run writes on its way back: when one is due, and how it gets to disk.
+"""What a durable run writes as it goes: when an adjoint or a state is due, how it gets to disk.
 
-An adjoint is copied by the computing thread and written by the store's writer.
+It is copied by the computing thread and written by the store's writer.
 """
 
 from __future__ import annotations
 
 import warnings
-from array import array
 from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
@@ -16,7 +15,7 @@ import numpy as np
 from ..backends.arena import pages
 from ..errors import ArgumentError, CheckpointWarning, StateError, StoreError
 from ..model.chain import Chain
-from ..states.layout import Array
+from ..states.layout import Array, Layout
 from .agreement import Pace, Peers
 from .folder import Folder
 from .headers import BadFile
@@ -47,6 +46,8 @@ class Adjoints:
     ----------
     on_disk : list of int
         The steps of those in the folder, the furthest last.
+    unequal : bool
+        Whether each adjoint has a layout of its own.
     """
 
     def __init__(
@@ -58,13 +59,14 @@ class Adjoints:
         clock: Callable[[], float],
     ) -> None:
         self.on_disk: list[int] = []
+        self.unequal = False
         self._clock = clock
         self._due_s = np.inf  # when the next one is to be written
         self._pace: Pace | None = None  # of several ranks
         self._store, self._folder, self._peers = store, folder, peers
         self._every_s = every_s
         self._checked = False  # whether the layout was seen to stay
-        self._layout: OrderedLayout | None = None
+        self._layout: OrderedLayout | None = None  # of the adjoint that was given
         self._given = b""
         self._busy = False  # the writer is at one
         self._failure = ""
@@ -100,15 +102,15 @@ class Adjoints:
                 f"{newest.least}; give that one, or {remedy}"
             )
         self._layout, self._given = layout, given
-        size = layout.record_bytes
-        self._buffer = pages(size)[:size]
+        self._buffer = pages(layout.record_bytes)
 
     def restored(self, newest: Records) -> object:
         """Return an adjoint that is on disk.  Raises StoreError."""
         layout, folder = self._layout, self._folder()
         assert layout is not None
         try:
-            return layout.state(arrays_in(folder, layout, newest))
+            found, arrays = arrays_in(folder, layout, newest)
+            return found.state(arrays)
         except (OSError, BadFile) as error:
             raise StoreError(
                 f"the adjoint at step {newest.least} in {str(folder.path)!r} cannot be used: "
@@ -135,8 +137,7 @@ class Adjoints:
         """
         now, first = self._clock(), not self._checked
         if first:  # at the first step, not after hours
-            assert self._layout is not None
-            self._layout.arrays(adjoint, f"the adjoint of step {step}")
+            self._looked_at(adjoint, step)
             self._checked = True
         write, safe = not self._busy, None
         if self._pace is not None:
@@ -150,24 +151,39 @@ class Adjoints:
             self._due_s = now + self._every_s
             self._copy(adjoint, step, safe)
 
-    def _copy(self, adjoint: object, step: int, safe: int | None = None) -> None:
-        layout, buffer = self._layout, self._buffer
-        assert layout is not None and buffer is not None
-        layout.fill(buffer, layout.pack(layout.arrays(adjoint, f"the adjoint of step {step}"))[0])
-        self._busy = True
-        self._store.submit(partial(self._publish, buffer, step, safe))
+    def _looked_at(self, adjoint: object, step: int) -> tuple[OrderedLayout, list[Array], str]:
+        """Return the layout of an adjoint, its arrays and its form.  Raises StateError."""
+        first, form = self._layout, ""
+        assert first is not None
+        layout, where = first, f"the adjoint of step {step}"
+        if self.unequal:
+            try:
+                layout = OrderedLayout.of(adjoint)
+                form = layout.form(first)
+            except StateError as error:
+                raise StateError(f"{where}: {error}") from None
+        return layout, layout.arrays(adjoint, where), form
 
-    def _publish(self, record: Array, step: int, safe: int | None) -> None:
+    def _copy(self, adjoint: object, step: int, safe: int | None = None) -> None:
+        layout, arrays, form = self._looked_at(adjoint, step)
+        size, buffer = layout.record_bytes, self._buffer
+        if buffer is None or len(buffer) < size:
+            self._buffer = buffer = pages(size)
+        layout.fill(buffer[:size], layout.pack(arrays)[0])
+        self._busy = True
+        self._store.submit(partial(self._publish, buffer[:size], step, safe, form))
+
+    def _publish(self, record: Array, step: int, safe: int | None, form: str) -> None:
         """Write an adjoint; on the writer.
 
         Then those of steps after `safe` are of no use, the one of all ranks
         (alone: this one), but one of them, in case that is damaged.
         """
-        folder, steps = self._folder(), array("q", [step])
+        folder, size = self._folder(), len(record)
         try:
-            Records(f"adjoint-{step}", len(record), steps, given=self._given).write(
-                folder, [record]
-            )
+            file = Records(f"adjoint-{step}", 0 if self.unequal else size, given=self._given)
+            file.add(step, size, form)
+            file.write(folder, [record])
             self._safe = step
             if self._peers.size == 1:
                 self._store.release(step)
@@ -206,10 +222,62 @@ def warn_unwritten(what: str) -> None:
     )
 
 
-class Recorded(Generic[State, Adjoint]):
-    """A chain that hands its adjoints over when one is due."""
+class Passed:
+    """States that a forward sweep of unequal steps passes, written at most every so many seconds.
 
-    def __init__(self, chain: Chain[State, Adjoint], adjoints: Adjoints) -> None:
+    Whatever its plan writes: as states of equal steps are, so that a killed run has them.  The
+    store has them as states that were dropped already.
+
+    Parameters
+    ----------
+    store : DurableStore
+    every_s : float
+        Seconds between two states, at least.
+    clock : callable
+        Seconds.
+    see : callable
+        Returns the layout of a live state, by its step.
+    """
+
+    def __init__(
+        self,
+        store: DurableStore,
+        every_s: float,
+        clock: Callable[[], float],
+        see: Callable[[object, int], Layout],
+    ) -> None:
+        self._store, self._every_s, self._clock, self._see = store, every_s, clock, see
+        self._furthest, self._n_steps, self._due_s = 0, 0, 0.0
+
+    def begin(self, furthest: int, n_steps: int) -> None:
+        """Begin a sweep, whose states up to one were made before; the last is not asked for."""
+        self._furthest, self._n_steps = furthest, n_steps
+        self._due_s = self._clock() + self._every_s
+
+    def look(self, state: object, step: int) -> None:
+        """Copy state `step` for the writer, if it is new and time, and the writer is idle."""
+        if step <= self._furthest:
+            return
+        self._furthest = step
+        store = self._store
+        if step == self._n_steps or self._clock() < self._due_s or not store.idle:
+            return
+        if store.failure:
+            warn_unwritten(f"a state cannot be written: {store.failure}")
+            store.failure = ""
+        layout = self._see(state, step)
+        packed, _ = layout.pack(layout.arrays(state, step))
+        if store.put(step, [np.array(array) for array in packed]):
+            store.drop(step)  # from its index alone, until an adjoint below it is written
+        self._due_s = self._clock() + self._every_s
+
+
+class Recorded(Generic[State, Adjoint]):
+    """A chain that hands its adjoints over when one is due, and its states if steps differ."""
+
+    def __init__(
+        self, chain: Chain[State, Adjoint], adjoints: Adjoints, passed: Passed | None = None
+    ) -> None:
         self.in_place = chain.in_place
         self.state_is_tape = chain.state_is_tape
         self.one_tape = bool(getattr(chain, "one_tape", False))  # chains of before it was required
@@ -225,3 +293,18 @@ class Recorded(Generic[State, Adjoint]):
             return adjoint
 
         self.reverse = reverse
+        if passed is None:
+            return
+
+        def advance(state: State, start: int, stop: int) -> State:
+            for i in range(start, stop):
+                state = chain.advance(state, i, i + 1)
+                passed.look(state, i + 1)
+            return state
+
+        def tape(state: State, step: int) -> tuple[State, object]:
+            after, made = chain.tape(state, step)
+            passed.look(after, step + 1)
+            return after, made
+
+        self.advance, self.tape = advance, tape

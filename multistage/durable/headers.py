@@ -19,6 +19,10 @@ offset    bytes   what
 ...       ...     payload: one record after the other
 ========  ======  ==========================================================
 
+Version 3 is that of runs whose states have one layout.  Where steps differ, files have
+version 4, but for the lock: each state or adjoint has its own size and layout in the table
+(`records`).
+
 Magic and number have this place in every version: they identify the owner of a file.
 
 A file is what its name says only if it is as long as its header says, its
@@ -46,7 +50,7 @@ from ..errors import ArgumentError, MultistageError
 from ..model.costs import Costs
 
 MAGIC = b"MSDURABL"
-VERSION = 3
+VERSION, UNEQUAL = 3, 4
 PRELUDE = struct.Struct("<8sII16sQQQQ")
 _SUMMED = PRELUDE.size - 8
 IDENTITY_BYTES = 32
@@ -77,6 +81,7 @@ class Header:
     run: bytes
     table: bytes
     payload_bytes: int
+    version: int
 
     @property
     def offset(self) -> int:
@@ -89,9 +94,11 @@ class Header:
         return self.offset + self.payload_bytes
 
 
-def encode(kind: Kind, run: bytes, table: bytes, payload_bytes: int) -> bytes:
+def encode(
+    kind: Kind, run: bytes, table: bytes, payload_bytes: int, version: int = VERSION
+) -> bytes:
     """Return the header of a file: prelude and table."""
-    fields = (MAGIC, VERSION, kind, run, len(table), payload_bytes, 0)
+    fields = (MAGIC, version, kind, run, len(table), payload_bytes, 0)
     summed = PRELUDE.pack(*fields, 0)[:_SUMMED]
     return PRELUDE.pack(*fields, xxhash.xxh3_64_intdigest(summed + table)) + table
 
@@ -121,8 +128,10 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int) -> Header:
     if len(prelude) != PRELUDE.size or prelude[:8] != MAGIC:
         raise BadFile("it is no file of a durable run")
     _, version, kind, run, table_bytes, payload_bytes, _, checksum = PRELUDE.unpack(prelude)
-    if version != VERSION:
-        raise BadFile(f"it has format version {version}, this package writes {VERSION}")
+    if version not in (VERSION, UNEQUAL):
+        raise BadFile(
+            f"it has format version {version}, this package writes {VERSION} and {UNEQUAL}"
+        )
     if table_bytes > TABLE_LIMIT:
         raise BadFile(f"its table of {table_bytes} bytes is longer than {TABLE_LIMIT}")
     if PRELUDE.size + table_bytes + payload_bytes != file_bytes:
@@ -134,7 +143,7 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int) -> Header:
     if xxhash.xxh3_64_intdigest(prelude[:_SUMMED] + table) != checksum:
         raise BadFile("its header fails its checksum: it was changed or cut")
     try:
-        return Header(Kind(kind), run, table, payload_bytes)
+        return Header(Kind(kind), run, table, payload_bytes, version)
     except ValueError:
         raise BadFile(f"it is of unknown kind {kind}") from None
 
@@ -154,7 +163,7 @@ class RunFacts:
         Tree of a state.
     leaves : tuple of (path, shape, dtype), as text
     record_bytes : int
-        Bytes of one state on the disk.
+        Bytes of one state on the disk; of state 0 where steps differ, as all of these.
     start : str
         Digest of state 0.
     label : str
@@ -163,6 +172,8 @@ class RunFacts:
         Version of the package that began it.
     rank, ranks : int
         Which of how many ranks.
+    unequal : bool
+        Whether steps differ; the version of the files says so.
     """
 
     n_steps: int | None
@@ -174,11 +185,12 @@ class RunFacts:
     package: str
     rank: int = 0
     ranks: int = 1
+    unequal: bool = False
 
     def difference(self, other: RunFacts) -> str | None:
         """Say how the run `other`, which is asked for, differs from this one; None if it is it."""
-        if self.n_steps != other.n_steps:
-            return f"it has {_length(self.n_steps)}, this run {_length(other.n_steps)}"
+        if (self.n_steps, self.unequal) != (other.n_steps, other.unequal):
+            return f"it has {_steps(self)}, this run {_steps(other)}"
         if (self.rank, self.ranks) != (other.rank, other.ranks):
             return (
                 f"it is rank {self.rank} of {self.ranks}, "
@@ -198,8 +210,11 @@ class RunFacts:
         return None
 
 
-def _length(n_steps: int | None) -> str:
-    return "an unknown number of steps (until=)" if n_steps is None else f"n_steps={n_steps}"
+def _steps(facts: RunFacts) -> str:
+    if facts.n_steps is None:
+        return "an unknown number of steps (until=)"
+    kind = " steps that differ (StageCosts)" if facts.unequal else ""
+    return f"n_steps={facts.n_steps}{kind}"
 
 
 def plain(text: str, most: int = 60) -> str:
@@ -213,9 +228,11 @@ def _leaf(leaf: tuple[str, str, str]) -> str:
     return f"{path or 'array'} {shape} {dtype}"
 
 
-def run_table(facts: RunFacts, costs: Costs) -> bytes:
+def run_table(facts: RunFacts, costs: Costs | None) -> bytes:
     """Return the table of a run.  Raises ArgumentError if a state has too many leaves."""
-    table = json.dumps({**asdict(facts), "costs": costs.to_json()}).encode()
+    known = None if costs is None else costs.to_json()
+    told = {name: value for name, value in asdict(facts).items() if name != "unequal"}
+    table = json.dumps({**told, "costs": known}).encode()
     if len(table) > TABLE_LIMIT:
         raise ArgumentError(
             f"the state's description takes {len(table)} bytes, more than {TABLE_LIMIT}; "
@@ -237,8 +254,11 @@ def parse_run(header: Header) -> tuple[RunFacts, Costs | None]:
     try:
         data: Any = json.loads(header.table)
         leaves = tuple((path, shape, dtype) for path, shape, dtype in data["leaves"])
+        named = set(RunFacts.__slots__) - {"leaves", "unequal"}
         facts = RunFacts(
-            **{name: data[name] for name in RunFacts.__slots__ if name != "leaves"}, leaves=leaves
+            **{name: data[name] for name in named},
+            leaves=leaves,
+            unequal=header.version == UNEQUAL,
         )
         numbers = [facts.record_bytes, facts.ranks, facts.rank + 1] + [
             n for n in (facts.n_steps,) if n is not None

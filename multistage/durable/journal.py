@@ -54,12 +54,12 @@ class Journal:
         header = folder.header(RUN)
         facts, costs = parse_run(header)
         run, n = header.run, facts.n_steps
-        last = next(_found(folder, LAST, run, facts.record_bytes), None)
+        last = next(_found(folder, LAST, run, facts), None)
         if last is not None and (last.least == 0 or n not in (last.least, None)):
             last = None
         adjoints: list[Records] = []
         if last is not None:
-            found = _found(folder, "adjoint-", run, None)
+            found = _found(folder, "adjoint-", run, facts)
             adjoints = [e for e in found if e.least <= last.least and e.is_intact(folder)]
         adjoints.sort(key=lambda each: each.least)
         return cls(run, facts, costs, last, tuple(adjoints))
@@ -71,32 +71,37 @@ class Journal:
 
     def states(self, folder: Folder) -> Iterator[Records]:
         """Yield the files of states whose headers are good."""
-        return _found(folder, "states-", self.run, self.facts.record_bytes)
+        return _found(folder, "states-", self.run, self.facts)
 
 
-def _found(folder: Folder, begin: str, run: bytes, record_bytes: int | None) -> Iterator[Records]:
+def _found(folder: Folder, begin: str, run: bytes, facts: RunFacts) -> Iterator[Records]:
     """Yield what a run left in the files whose names begin so; in one record but for states."""
+    record_bytes = None if begin == "adjoint-" else facts.record_bytes
     for name in folder.names():
         if not name.startswith(begin):
             continue
         try:
-            found = Records.found(folder, name, run, record_bytes)
+            found = Records.found(folder, name, run, record_bytes, unequal=facts.unequal)
         except (OSError, BadFile):
             continue
         if len(found.steps) == 1 or begin == "states-":
             yield found
 
 
-def arrays_in(folder: Folder, layout: OrderedLayout, found: Records) -> list[Array]:
-    """Return the arrays of the one record in a file.  Raises OSError, BadFile."""
-    if found.record_bytes != layout.record_bytes:
-        raise BadFile("it is not of this layout")
+def arrays_in(
+    folder: Folder, first: OrderedLayout, found: Records
+) -> tuple[OrderedLayout, list[Array]]:
+    """Return the layout and the arrays of the one record in a file; see `Records.layout`.
+
+    Raises OSError, BadFile.
+    """
+    layout = found.layout(0, first)
     record = pages(layout.record_bytes, touch=False)[: layout.record_bytes]
     found.read(folder, 0, record)
     arrays = layout.split(record)
     if arrays is None:
         raise BadFile("it was changed")
-    return layout.unpack(arrays, None)
+    return layout, layout.unpack(arrays, None)
 
 
 def rank_name(rank: int) -> str:

@@ -1,6 +1,7 @@
 """A durable run: what is on the disk, what to continue with, when to write an adjoint.
 
-`journal` reads what is on the disk; `Adjoints` writes what the reverse sweep has reached.
+`journal` reads what is on the disk; `Adjoints` writes what the reverse sweep has reached, and
+`Passed` what the forward sweep has where steps differ.
 
 Several ranks have a folder each; where they continue together, and at which steps
 they write adjoints, is agreed (`agreement`).  Everything that may raise where
@@ -14,6 +15,7 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -21,12 +23,13 @@ from ..errors import ArgumentError, StoreError
 from ..execute.executor import Resumed
 from ..model.chain import Chain
 from ..model.costs import Costs
+from ..states.in_place import VariedStates
 from ..states.layout import Array
 from ..version import __version__
-from .adjoints import Adjoints, Recorded, warn_unwritten
+from .adjoints import Adjoints, Passed, Recorded, warn_unwritten
 from .agreement import Alone, Found, Peers, agree
 from .folder import LAST, LEFTOVERS, LOCK, RUN, SYSTEMS, Folder
-from .headers import BadFile, Kind, RunFacts, encode, run_table
+from .headers import UNEQUAL, VERSION, BadFile, Kind, RunFacts, encode, run_table
 from .journal import RANK_NAME, Journal, arrays_in, rank_name
 from .records import OrderedLayout, Records
 from .store import LINGER_S, DurableStore
@@ -46,6 +49,8 @@ class DurableRun:
         Number of steps; None while it is unknown.
     probe : DurableStore
         A store in the same folder, to measure with.
+    states : VariedStates or None
+        What describes states, where steps differ.
     begun : bool
         Whether the folder holds a run to be resumed.
     taken : bool
@@ -88,10 +93,12 @@ class DurableRun:
         self._parent = None if peers is None else Path(path)
         self.path = Path(path) if peers is None else Path(path) / rank_name(peers.rank)
         self.costs: Costs | None = None
+        self.states: VariedStates | None = None
+        self._passed: Passed | None = None
         self.store = DurableStore(self._opened, linger_s=min(LINGER_S, every_s))
         self.probe = DurableStore(self._opened, "probe", lasting=False)
         self._adjoints = Adjoints(self.store, self._opened, self._peers, every_s, clock)
-        self._label = label
+        self._label, self._every_s, self._clock = label, every_s, clock
         self._folder: Folder | None = None
         self._facts: RunFacts | None = None
         self.taken = False
@@ -105,6 +112,7 @@ class DurableRun:
         self.complete = False
         self.length = self._n_steps
         self._stored: list[int] = []
+        self._layouts: dict[int, OrderedLayout] = {}  # of what is there, where steps differ
         self._found_adjoints: tuple[Records, ...] = ()
         self._last: list[Array] | None = None
         self._newest: Records | None = None
@@ -121,6 +129,8 @@ class DurableRun:
 
         Parameters
         ----------
+        layout : OrderedLayout
+            Of state 0.
         n_steps : int or None
             None if the end is found by `until`.
 
@@ -131,7 +141,8 @@ class DurableRun:
         """
         self._layout, self._n_steps = layout, n_steps
         before = self._facts
-        self._facts = facts = facts_of(layout, state, n_steps, self._label, self._peers)
+        facts = facts_of(layout, state, n_steps, self._label, self._peers)
+        self._facts = facts = replace(facts, unequal=self._passed is not None)
         if self._folder is not None:
             if self.taken:
                 self._restart()
@@ -202,6 +213,7 @@ class DurableRun:
                     self._newest = each
         below = agreed.length if adjoint is None else adjoint
         steps = self.store.adopt(self._layout, folder, below)
+        self._layouts |= self.store.adopted
         if peers.size > 1:
             held = peers.gather(lambda: array("q", steps).tobytes())
             common = set.intersection(*(set(array("q", each)) for each in held))
@@ -261,8 +273,10 @@ class DurableRun:
             self.costs = None
         if journal.last is not None:
             with contextlib.suppress(OSError, BadFile):  # else it is computed again
-                self._last = arrays_in(folder, self._layout, journal.last)
+                layout, self._last = arrays_in(folder, self._layout, journal.last)
                 self.length, self._found_adjoints = journal.n_steps, journal.adjoints
+                if journal.facts.unequal:
+                    self._layouts[journal.last.least] = layout
         return Found(
             journal.run,
             None if self._last is None else self.length,
@@ -270,8 +284,10 @@ class DurableRun:
             self._last is not None or any(name.startswith("states-") for name in folder.names()),
         )
 
-    def begin(self, costs: Costs) -> Resumed | None:
+    def begin(self, costs: Costs | None) -> Resumed | None:
         """Return where to continue; or write that the run begins, and return None.
+
+        `costs` are noted for those who resume, of steps that are alike.
 
         Raises
         ------
@@ -279,13 +295,17 @@ class DurableRun:
             If that cannot be written.
         """
         self.taken = True
+        newest = max(self._stored, default=0) if self._last is None else self.length
+        if self._passed is not None:
+            assert newest is not None and self._n_steps is not None
+            self._passed.begin(newest, self._n_steps)
         if self.begun:
             end = None
             if self._last is not None:
                 end = self.length if self._newest is None else self._newest.least
                 assert end is not None
                 self.store.release(end)
-            return Resumed(tuple(self._stored), self._last, end)
+            return Resumed(tuple(self._stored), self._last, end, self.length, self._layouts)
         folder, facts = self._opened(), self._facts
         assert facts is not None
 
@@ -295,7 +315,8 @@ class DurableRun:
                 folder.number(number)
             try:
                 table = run_table(facts, costs)
-                folder.publish(RUN, [encode(Kind.RUN, folder.run, table, 0)])
+                version = UNEQUAL if facts.unequal else VERSION
+                folder.publish(RUN, [encode(Kind.RUN, folder.run, table, 0, version)])
             except OSError as error:
                 raise folder.refused(f"nothing can be written to it: {error}") from error
 
@@ -312,10 +333,15 @@ class DurableRun:
         if self._last is not None:
             self._last = None  # the caller has it
             return
-        layout, folder = self._layout, self._opened()
+        layout, folder, form = self._layout, self._opened(), ""
+        if self.store.layout_at is not None:
+            layout = cast(OrderedLayout, self.store.layout_at(n_steps))
+            form = layout.form(self._layout)
+        file = Records(LAST, 0 if form else layout.record_bytes)
+        file.add(n_steps, layout.record_bytes, form)
         try:
             pieces = layout.parts(layout.pack(layout.arrays(last, "the last state"))[0])
-            Records(LAST, layout.record_bytes, array("q", [n_steps])).write(folder, pieces)
+            file.write(folder, pieces)
         except OSError as error:
             warn_unwritten(f"the last state cannot be written: {error}")
 
@@ -343,9 +369,15 @@ class DurableRun:
         adjoints.begin(begin)
         return adjoint
 
-    def chain(self, chain: Chain[State, Adjoint]) -> Chain[State, Adjoint]:
-        """Return the chain that also writes its adjoints."""
-        return Recorded(chain, self._adjoints)
+    def chain(
+        self, chain: Chain[State, Adjoint], *, unequal: bool = False
+    ) -> Chain[State, Adjoint]:
+        """Return the chain that also writes its adjoints, and its states where steps differ."""
+        if unequal:
+            self.states = states = VariedStates(chain.in_place, OrderedLayout)
+            self.store.layout_at, self._adjoints.unequal = states.at, True
+            self._passed = Passed(self.store, self._every_s, self._clock, states.see)
+        return Recorded(chain, self._adjoints, self._passed)
 
     def finish(self, adjoint: object) -> None:
         """Write the adjoint of state 0, which ends the run; return when it is on the disk."""

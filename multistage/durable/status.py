@@ -40,8 +40,8 @@ class Status:
         The newest state on the disk; n_steps when the forward sweep is over.
     adjoint_step : int or None
         Steps from here on are reversed; None before the first adjoint is there.
-    states : int
-        Checkpoints.
+    states, states_bytes : int
+        Checkpoints, and their bytes.
     adjoints : int
         Adjoints that pass their checksum.
     leftovers, strangers : int
@@ -61,6 +61,7 @@ class Status:
     forward_step: int = 0
     adjoint_step: int | None = None
     states: int = 0
+    states_bytes: int = 0
     adjoints: int = 0
     leftovers: int = 0
     strangers: int = 0
@@ -83,7 +84,7 @@ class Status:
         if facts is not None:
             label = plain(facts.label, _SHOWN) or "-"
             size = format_bytes(facts.record_bytes)
-            held = format_bytes(self.states * facts.record_bytes)
+            held = format_bytes(self.states_bytes)
             forward, reverse = f"state {self.forward_step}, the last is not known yet", "-"
             if n is not None:
                 forward = f"state {self.forward_step} of {n} ({_share(self.forward_step, n)})"
@@ -93,7 +94,10 @@ class Status:
             rows += [
                 ("label", label),
                 ("written by", f"multistage {plain(facts.package, _SHOWN)}"),
-                ("state", f"{plain(_leaves(facts.leaves), _SHOWN)}, {size}"),
+                (
+                    "state 0" if facts.unequal else "state",
+                    f"{plain(_leaves(facts.leaves), _SHOWN)}, {size}",
+                ),
                 ("forward", forward),
                 ("reverse", reverse),
                 ("checkpoints", f"{self.states} in {held}"),
@@ -172,7 +176,8 @@ def _inspect(folder: Folder) -> Status:
 
 def _progress(folder: Folder, base: Status, journal: Journal) -> Status:
     n, ended = journal.n_steps, journal.last is not None
-    found = [step for each in journal.states(folder) for step in each.steps]
+    files = list(journal.states(folder))
+    found = [step for each in files for step in each.steps]
     forward = max((step for step in found if n is None or step < n), default=0)
     adjoint = journal.adjoints[0].least if journal.adjoints else None
     if folder.strangers():
@@ -196,6 +201,7 @@ def _progress(folder: Folder, base: Status, journal: Journal) -> Status:
         forward_step=n if ended and n is not None else forward,
         adjoint_step=adjoint,
         states=len(found),
+        states_bytes=sum(each.nbytes for each in files),
         adjoints=len(journal.adjoints),
     )
 

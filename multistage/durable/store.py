@@ -2,9 +2,10 @@
 
 Small states (at least four fit in a batch) are copied into the batch that is
 filling, which becomes one file.  Large states have a file each and are taken by
-reference.  The writer, when it is free, lets the batch that is filling fill for a
-moment (`linger_s`) and writes it.  So a state is safe soon, quick steps do not make a
-file each, and while one batch is on its way the next one fills.
+reference; where steps differ, all are, if the largest is large.  The writer, when it
+is free, lets the batch that is filling fill for a moment (`linger_s`) and writes it.
+So a state is safe soon, quick steps do not make a file each, and while one batch is on
+its way the next one fills.
 
 A checkpoint that is dropped stays on the disk until an adjoint is there that
 makes it unneeded (`release`): a run that resumes from the last adjoint on the
@@ -15,12 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from array import array
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
+from typing import cast
 
 import numpy as np
 
@@ -42,6 +43,7 @@ from .records import OrderedLayout, Records
 # million files at most.
 LINGER_S = 0.2
 _PLACES = 1 << 20  # more than the states of any batch
+_FILLED = 2  # batches that are full while another fills
 _NEVER = 2**62
 _SMALL = 4
 _BATCH_BYTES = 1 << 20
@@ -59,6 +61,7 @@ class _Batch:
     file: Records
     buffer: Array | None = None  # of small states
     content: Sequence[Array] = ()  # a large one, in pieces
+    apart: bool = False  # a large one, in a file of its own
     least: int = _NEVER  # of the steps
     live: int = 0  # states that were not dropped
     wanted: bool = False  # now: by a reader, or because it is full
@@ -92,6 +95,16 @@ class DurableStore(BaseStore):
     lasting : bool
         Whether files stay when the store closes.
 
+    Attributes
+    ----------
+    layout_at : callable or None
+        Returns the layout of a state, where steps differ; the store is then opened for the
+        largest.
+    adopted : dict
+        Those of the states that were taken over, by step.
+    failure : str
+        Why a state could not be written; empty if none.
+
     Notes
     -----
     For one computing thread.  `put` with `block`, `wait_written`, `get`,
@@ -121,6 +134,8 @@ class DurableStore(BaseStore):
         self._hold = Hold(self.name)
         self._is_open = False
         self._next_number = 0
+        self.layout_at: Callable[[int], Layout] | None = None
+        self.failure = ""
         self.forget()
 
     def forget(self) -> None:
@@ -128,6 +143,7 @@ class DurableStore(BaseStore):
         self._batches: dict[int, _Batch] = {}  # by number
         self._places = StepMap()  # step -> number of its batch * _PLACES + place in it
         self._dead: dict[int, _Batch] = {}  # without live states, by number
+        self.adopted: dict[int, OrderedLayout] = {}
         # Of states from this step on, no file is needed.
         self._needed_below = self._looked_below = _NEVER if self._lasting else 0
         # For batches that are filling or on their way: memory, or leave to keep a large state.
@@ -139,7 +155,7 @@ class DurableStore(BaseStore):
     def buffer_bytes(self, layout: Layout) -> int:
         """Return the bytes of batches on their way, and of idle buffers for large states."""
         size, count = _ordered(layout).record_bytes, _per_batch(_ordered(layout))
-        return (self.queue_depth + 1) * count * size if count > 1 else landing_bytes(size)
+        return (_FILLED + 1) * count * size if count > 1 else landing_bytes(size)
 
     def capacity_states(self, layout: Layout) -> int | None:
         """Return None: bounded by the disk alone."""
@@ -164,22 +180,26 @@ class DurableStore(BaseStore):
         self._is_open = True
 
     def _begin(self, layout: Layout) -> None:
-        if layout.varied:
+        if layout.varied and self.layout_at is None:
             raise StoreError(f"tier {self.name!r} takes states of equal size alone")
-        self._plain = not isinstance(layout, OrderedLayout)
-        self._layout = _ordered(layout)
-        self._record_bytes = size = self._layout.record_bytes
+        # From one who knows plain layouts only.
+        self._plain = self.layout_at is None and not isinstance(layout, OrderedLayout)
+        largest = _ordered(layout)
+        self._at = self.layout_at or largest.at
+        self._record_bytes = size = largest.record_bytes
         self._folder = self._folder_of()
-        self._count = count = _per_batch(self._layout)
+        self._count = count = _per_batch(largest)
         self.stats = StoreStats()
         self.transfers.clear()
+        self.failure = ""
         for batch in self._batches.values():
-            self._stored(len(batch.file.steps))
+            self._stored(batch.file.nbytes)
         self._changes = Monitor()  # notified when a batch is wanted, or written
         self._filling: _Batch | None = None
         self._rooms = [None] * self.queue_depth
         if count > 1:
-            self._rooms = [pages(count * size)[: count * size] for _ in (*self._rooms, None)]
+            self._rooms = [pages(count * size)[: count * size] for _ in range(_FILLED + 1)]
+        self._most_rooms = len(self._rooms)
         self._full = self._full_warned = False  # whether a write has found the disk full
         self._writer = Lane("multistage-durable-writer")
         self._writer.start(lambda job: job())
@@ -187,31 +207,35 @@ class DurableStore(BaseStore):
         self._reader = Lane("multistage-durable-reader")
         self._reader.start(self._read)
 
-    def _stored(self, states: int) -> None:
-        """Count states that are on the disk, or on their way there."""
+    def _stored(self, nbytes: int) -> None:
+        """Count bytes that are on the disk, or on their way there."""
         stats = self.stats
-        stats.stored_bytes += states * self._record_bytes
+        stats.stored_bytes += nbytes
         stats.peak_stored_bytes = max(stats.peak_stored_bytes, stats.stored_bytes)
 
     def adopt(self, layout: OrderedLayout, folder: Folder, below: int | None) -> list[int]:
         """Take over the states before `below` that a run left; return their steps, ascending.
 
-        All of them, if it is None.  The store is closed, and opens with them.
+        All of them, if it is None.  The store is closed, and opens with them.  `layout` is that
+        of all states or, where steps differ, of state 0; `adopted` then has theirs.
 
         Files that are not what they should be are removed; those that cannot be read stay.
         Records are read only when they are needed, and verified then.
         """
         self.forget()
         below, steps = _NEVER if below is None else below, list[int]()
+        unequal = self.layout_at is not None
         for name in folder.names():
             kind, _, number = name.partition("-")
             if kind != self._prefix:
                 continue
             self._next_number = max(self._next_number, int(number) + 1)
             try:
-                file = Records.found(folder, name, folder.run, layout.record_bytes)
+                file = Records.found(folder, name, folder.run, layout.record_bytes, unequal=unequal)
                 if file.least >= below:
                     raise BadFile("it is not needed any more")
+                places = range(len(file.steps)) if unequal else ()
+                layouts = [file.layout(place, layout) for place in places]
             except BadFile:
                 self._unlink(name, folder)
                 continue
@@ -226,6 +250,8 @@ class DurableStore(BaseStore):
                     self._places[step] = batch.number * _PLACES + place
                     batch.live += 1
                     steps.append(step)
+                    if unequal:
+                        self.adopted[step] = layouts[place]
             self._note_death(batch)
         return sorted(steps)
 
@@ -271,51 +297,79 @@ class DurableStore(BaseStore):
         """Queue the write of one state; see `Store.put`."""
         self._hold.check()
         self.drop(key)  # that was not dropped yet
-        stats = self.stats
+        stats, layout = self.stats, self._at(key)
+        assert isinstance(layout, OrderedLayout)
+        size = layout.record_bytes
+        form = "" if self.layout_at is None else layout.form(cast(OrderedLayout, self._at(0)))
         if block and not self._full:
-            self._changes.wait_for(lambda: self._filling or self._rooms)
+            self._changes.wait_for(lambda: self._fits(size) or self._rooms)
         with self._changes.lock:
-            taken = None if self._full else self._filling or self._begun()
+            taken = None if self._full else self._open_batch(size)
             if taken is not None:
-                self._fill(taken, key, arrays)
+                self._fill(taken, key, layout, form, arrays)
         if taken is None:
             stats.refused += 1
             stats.refused_full += self._full
             return False
         stats.writes += 1
-        self._stored(1)
+        self._stored(size)
         return True
 
-    def _begun(self) -> _Batch | None:
-        """Begin a batch; None if there is no room for another.  Holds the lock."""
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way to the disk."""
+        return len(self._rooms) == self._most_rooms
+
+    def _fits(self, nbytes: int) -> bool:
+        """Whether a record has room in the batch that is filling."""
+        batch = self._filling
+        if batch is None or batch.buffer is None:
+            return False
+        return batch.file.nbytes + nbytes <= len(batch.buffer)
+
+    def _open_batch(self, nbytes: int) -> _Batch | None:
+        """Return the batch for a record; None if there is no room for another.  Holds the lock."""
+        if self._fits(nbytes):
+            return self._filling
+        if self._filling is not None:
+            self._end_batch(self._filling)
         if not self._rooms:
             return None
         number, self._next_number = self._next_number, self._next_number + 1
-        file = Records(f"{self._prefix}-{number}", self._record_bytes, array("q"))
+        record_bytes = 0 if self.layout_at is not None else self._record_bytes
+        file = Records(f"{self._prefix}-{number}", record_bytes)
         batch = self._batches[number] = _Batch(number, file, self._rooms.pop())
+        batch.apart = batch.buffer is None or nbytes > len(batch.buffer)
         # In this order: of a batch that Ctrl-C leaves empty the writer gives the room back.
         self._queue(partial(self._write, batch))
         self._filling = batch
         return batch
 
-    def _fill(self, batch: _Batch, key: int, packed: Sequence[Array]) -> None:
+    def _end_batch(self, batch: _Batch) -> None:
+        """Have a batch written, which is full.  Holds the lock."""
+        self._filling = None
+        batch.wanted = True
+        self._changes.notify_all()
+
+    def _fill(
+        self, batch: _Batch, key: int, layout: OrderedLayout, form: str, packed: Sequence[Array]
+    ) -> None:
         """Put a state into a batch: copied, or a large one by reference.  Holds the lock."""
-        if len(packed) == len(self._layout.leaves):  # from one who knows plain layouts only
-            packed = [*packed, self._layout.order(None)]
-        place, size = len(batch.file.steps), self._record_bytes
-        if batch.buffer is None:
-            batch.content = self._layout.parts(packed)
+        if len(packed) == len(layout.leaves):  # from one who knows plain layouts only
+            packed = [*packed, layout.order(None)]
+        file, place, at = batch.file, len(batch.file.steps), batch.file.nbytes
+        if batch.apart:
+            batch.content = layout.parts(packed)
         else:
-            self._layout.fill(batch.buffer[place * size : (place + 1) * size], packed)
-        batch.file.steps.append(key)
+            assert batch.buffer is not None
+            layout.fill(batch.buffer[at : at + layout.record_bytes], packed)
+        file.add(key, layout.record_bytes, form)
         batch.least = min(batch.least, key)
         self._places[key] = batch.number * _PLACES + place
         self._dead.pop(batch.number, None)  # its states so far may all have been dropped
         batch.live += 1
-        if place + 1 == self._count:
-            self._filling = None
-            batch.wanted = True
-            self._changes.notify_all()
+        if batch.apart or place + 1 == self._count:
+            self._end_batch(batch)
 
     def wait_written(self, key: int) -> bool:
         """Block until the store is done with the arrays of `key`; False if they are lost."""
@@ -323,7 +377,7 @@ class DurableStore(BaseStore):
         entry = self._find(key)
         if entry is None:
             return False
-        if self._count == 1:
+        if entry[0].apart:
             self._wait(entry[0])
         if entry[0].error:
             self._lose(key)
@@ -363,9 +417,12 @@ class DurableStore(BaseStore):
         with self._changes.lock:
             if self._filling is batch:
                 self._filling = None  # from here on it grows no more
-        began, nbytes = perf_counter(), len(file.steps) * self._record_bytes
+        began, nbytes = perf_counter(), file.nbytes
         if nbytes:  # else the put that began it raised
-            content = batch.content if batch.buffer is None else [batch.buffer[:nbytes]]
+            content = batch.content
+            if not batch.apart:
+                assert batch.buffer is not None
+                content = [batch.buffer[:nbytes]]
             try:
                 # A power cut before the name is on the disk costs a checkpoint, no more.
                 file.write(self._folder, content, settled=False)
@@ -373,6 +430,7 @@ class DurableStore(BaseStore):
             except Exception as failure:  # the computing thread must learn of every error
                 error = f"write failed: {failure}"
                 self._full = self._full or is_full(failure)
+                self.failure = str(failure)
             self.transfers.append(
                 TransferRecord("write", file.steps[0], began, perf_counter(), nbytes)
             )
@@ -437,7 +495,7 @@ class DurableStore(BaseStore):
                 left[batch.number] = batch
                 continue
             del self._batches[batch.number]
-            self.stats.stored_bytes -= len(batch.file.steps) * self._record_bytes
+            self.stats.stored_bytes -= batch.file.nbytes
             self._queue(partial(self._unlink, batch.file.name, self._folder))
         self._dead = left
 
@@ -469,7 +527,9 @@ class DurableStore(BaseStore):
         arrays = None
         if read.record is not None:
             read.record.flags.writeable = False
-            arrays = self._layout.split(read.record)
+            layout = self._at(key)
+            assert isinstance(layout, OrderedLayout)
+            arrays = layout.split(read.record)
         if arrays is None:
             self._lose(key)
             raise CheckpointLost(read.error or "read failed: its strides are none of an array")
@@ -478,7 +538,9 @@ class DurableStore(BaseStore):
 
     def _read(self, read: _Read) -> None:
         """Read one state, on the reader; `read` reports the result or the error."""
-        batch, size = read.batch, self._record_bytes
+        batch = read.batch
+        begin, end = batch.file.span(read.place)
+        size = end - begin
         self._wait(batch)  # read what is still being written
         began = perf_counter()
         try:
@@ -486,7 +548,7 @@ class DurableStore(BaseStore):
                 raise OSError(errno.EIO, batch.error)
             # A page for each small state would be more than the state.
             assert self._pool is not None
-            record = np.empty(size, np.uint8) if self._count > 1 else self._pool.take()[:size]
+            record = np.empty(size, np.uint8) if self._count > 1 else self._pool.take(size)[:size]
             batch.file.read(self._folder, read.place, record)
             self.stats.bytes_read += size
             read.record = record

@@ -28,8 +28,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -42,7 +42,7 @@ from ..planners.base import played
 from ..schedule.rules import Rules, each_judged
 from ..schedule.timeline import Timeline
 from ..states.in_place import ArrayStates, InPlace
-from ..states.layout import Array
+from ..states.layout import Array, Layout, Layouts
 from ..states.sharing import apart_from
 from ..states.slots import Slots, StateLayout, States, overwritten
 from ..support import switching
@@ -90,28 +90,36 @@ class Resumed:
         The last state; None if the forward sweep is not over.
     end : int or None
         With `last`: where the adjoint stands; the schedule begins with `EndForward`.
+    n_steps : int or None
+        With `last`: which state that is.
+    layouts : mapping
+        Where steps differ, of each of these states.
     """
 
     stored: tuple[int, ...]
     last: list[Array] | None = None
     end: int | None = None
+    n_steps: int | None = None
+    layouts: Mapping[int, Layout] = field(default_factory=dict)
 
     def take_up(self, sweep: Sweep, transfers: Transfers) -> None:
         """Let a sweep begin where the earlier process stopped."""
         for step in self.stored:
             transfers.stored[0].add(step)
-        if self.last is not None and self.end is not None:
+        if self.last is not None and self.end is not None and self.n_steps is not None:
             # The live state is the last one, whatever the adjoint has come to:
             # the caller wants to see it, the schedule has no use for it.
             slots = sweep.slots
-            sweep.live = slots.load(slots.adopt(self.last, -1), sweep.live)
+            kept = slots.adopt(self.last, self.n_steps)
+            sweep.live = slots.load(kept, sweep.live)
+            slots.release(kept)
             sweep.at = self.end
 
     def tell(self, rules: Rules) -> None:
         """Let the rules begin where the run does."""
         for step in self.stored:
             rules.stored[step, 0] = None
-        rules.tier_used[0] = rules.tier_peak[0] = len(self.stored)
+        rules.tier_used[0] = rules.tier_peak[0] = sum(map(rules.room_in_tier, self.stored))
         if self.end is not None:
             rules.n_steps = rules.live = self.end
 
@@ -234,7 +242,8 @@ class Executor(Generic[State, Adjoint]):
             If the schedule cannot be followed.
         """
         sweep = self._begin(schedule, state, resumed, judged=judged, late=late)
-        last: State = self._guarded(partial(self._looked_at, sweep), forward=True)
+        made = None if resumed is None else resumed.n_steps  # the live state, whatever is next
+        last: State = self._guarded(partial(self._looked_at, sweep, made), forward=True)
         return last
 
     def begin(
@@ -329,6 +338,9 @@ class Executor(Generic[State, Adjoint]):
             self._transfers = transfers  # from here on what is in the stores is ours
             self._rules = self._make_rules() if self._make_rules and judged else None
             if resumed is not None:
+                for step, known in resumed.layouts.items():
+                    assert isinstance(self._layout, Layouts)
+                    self._layout.know(step, known)
                 resumed.take_up(sweep, transfers)
             if self._rules is not None:
                 if resumed is not None:
@@ -346,11 +358,11 @@ class Executor(Generic[State, Adjoint]):
         sweep.begin_window()
         return sweep
 
-    def _looked_at(self, sweep: Sweep) -> object:
-        """Run the forward sweep; return the last state, which is of the layout of the first."""
+    def _looked_at(self, sweep: Sweep, made: int | None) -> object:
+        """Run the forward sweep, unless its last state was `made`; return that, looked at."""
         assert self._layout is not None
         sweep.forward()
-        self._layout.arrays(sweep.live, sweep.at)
+        self._layout.arrays(sweep.live, sweep.at if made is None else made)
         return sweep.live
 
     def _begun(

@@ -204,7 +204,7 @@ class Metered(Generic[State, Adjoint]):
             return
         nbytes = self.seen.state_bytes[index] = self._weighs(state, index)
         if self.costs is not None:
-            _require_state(self.costs, index, nbytes)
+            require_state(self.costs, index, nbytes)
 
     def require(self, costs: StageCosts) -> None:
         """Raise LargerThanPlanned if a state or a tape has taken more bytes than costs say.
@@ -212,12 +212,13 @@ class Metered(Generic[State, Adjoint]):
         For what is not looked at step by step, `costs` of this object being None.
         """
         for index, nbytes in enumerate(self.seen.state_bytes):
-            _require_state(costs, index, nbytes)
+            require_state(costs, index, nbytes)
         for step, nbytes in enumerate(self.seen.tape_bytes):
             _require_tape(costs, step, nbytes)
 
 
-def _require_state(costs: StageCosts, index: int, nbytes: int) -> None:
+def require_state(costs: StageCosts, index: int, nbytes: int) -> None:
+    """Raise LargerThanPlanned if a state takes more bytes than costs say."""
     said = costs.stages[index - 1].output_bytes if index else costs.input_bytes
     if nbytes > said:
         what = f"output_bytes={said} of step {index - 1}" if index else f"input_bytes={said}"

@@ -79,7 +79,7 @@ class Transfers:
         try:
             if kept is None:
                 kept = staged = sweep.slots.keep(sweep.live, step)
-            flat, packing = self._layout.pack(kept.arrays)
+            flat, packing = self._layout.at(step).pack(kept.arrays)
             nbytes = 0
             for array in flat:
                 nbytes += array.nbytes
@@ -245,7 +245,7 @@ class Transfers:
         except CheckpointLost as error:
             self._lose(step, tier, str(error))
             return None
-        return self._layout.unpack(arrays, self._packings.get((step, tier)))
+        return self._layout.at(step).unpack(arrays, self._packings.get((step, tier)))
 
     def _lose(self, step: int, tier: int, reason: str) -> None:
         self._ledger.counts.lost += 1

@@ -82,6 +82,11 @@ def _facts_to_agree(
         )
     given = checked_here()
     if isinstance(given.costs, StageCosts):
+        if given.durable is not None:
+            raise ArgumentError(
+                "costs=StageCosts(...) does not go with durable= on several ranks, which would "
+                "write states at steps of their own; give Costs, or leave durable= out"
+            )
         assert given.n_steps is not None
         agreeing(given.costs, given.chain, given.n_steps)
     same = ("n_steps", "durable_every_s", "durable_label", "functionals")

@@ -270,14 +270,14 @@ class Arguments(Generic[State, Adjoint]):
             memory = Budget(slots=planner.slots) if memory is None else memory
             costs = planner.costs if costs is None else costs
         if isinstance(costs, StageCosts):
-            _require_stages_alone(planner, durable, states)
+            _require_stages_alone(planner, states)
             n_steps = len(costs.stages) if n_steps is None else n_steps
         if n_steps is not None:
             n_steps = require_steps(n_steps, planner if isinstance(planner, str) else "given")
-        run, kind = None, Layout
+        run = None
         if durable is not None:
             run, tiers = _durable_run(durable, tiers, states, durable_every_s, durable_label)
-            chain, probed, kind = run.chain(chain), run.probe, OrderedLayout
+            chain, probed = run.chain(chain, unequal=isinstance(costs, StageCosts)), run.probe
         resolved = planner_of(planner, n_steps)
         budget, stores = _checked_budget(memory), _checked_stores(tiers)
         if isinstance(costs, Costs):
@@ -294,7 +294,7 @@ class Arguments(Generic[State, Adjoint]):
             probed=stores if probed is None else (probed,),
             planner=resolved,
             costs=costs,
-            states=_states_of(states, chain.in_place, kind),
+            states=_states_of(states, chain.in_place, run),
             durable=run,
             checked=checked,
             watched=watched,
@@ -381,16 +381,11 @@ def _require_durable_alone(tier: object, states: object) -> None:
         raise ArgumentError("durable= takes states that are pytrees of NumPy arrays, not states=")
 
 
-def _require_stages_alone(planner: object, durable: object, states: object) -> None:
+def _require_stages_alone(planner: object, states: object) -> None:
     """Raise ArgumentError for arguments that cannot be combined with costs of unequal steps."""
     if planner != "auto":
         raise ArgumentError(
             f"planner={shown(planner)} plans uniform steps; with costs=StageCosts(...) leave it out"
-        )
-    if durable is not None:
-        raise ArgumentError(
-            "costs=StageCosts(...) does not go with durable=, whose records have one size; give "
-            "Costs there, and pad the arrays of states that differ in size"
         )
     if states is not None and not callable(getattr(states, "weigh", None)):
         raise ArgumentError(
@@ -400,11 +395,13 @@ def _require_stages_alone(planner: object, durable: object, states: object) -> N
 
 
 def _states_of(
-    states: States[State, Array, Layout] | None, in_place: bool, kind: type[Layout]
+    states: States[State, Array, Layout] | None, in_place: bool, run: DurableRun | None
 ) -> States[State, Array, Layout]:
     """Return what describes states.  Raises ArgumentError for an object that does not."""
+    if run is not None and run.states is not None:
+        return cast("States[State, Array, Layout]", run.states)
     if states is None:
-        return ArrayStates(in_place, kind)
+        return ArrayStates(in_place, Layout if run is None else OrderedLayout)
     if not all(callable(getattr(states, name, None)) for name in ("layout", "slots")):
         raise ArgumentError(
             f"states={shown(states)} must describe states, with methods layout() and slots(); "

@@ -29,12 +29,15 @@ def probe_bytes(costs: StageCosts) -> int:
     return min(largest_of(costs).nbytes, _PROBE_BYTES)
 
 
-def measured_rates(store: Store, nbytes: int, at_once: int = 1) -> Tier:
+def measured_rates(store: Store, nbytes: int, at_once: int = 1, varied: bool = True) -> Tier:
     """Return how fast a store moves states of so many bytes; it is opened and closed.
 
-    `at_once` processes measure theirs at the same time.
+    `at_once` processes measure theirs at the same time.  One that takes equal states alone is
+    opened for such (`varied` False).
     """
-    found = probe_store(store, Layout.up_to(nbytes), seconds=_PROBE_S, at_once=at_once)
+    layout = Layout.up_to(nbytes)
+    layout.varied = varied
+    found = probe_store(store, layout, seconds=_PROBE_S, at_once=at_once)
     if not found.write_s or not found.read_s:
         raise StoreError(
             f"tier {store.name!r} took not one state of {nbytes} bytes; raise its capacity or "

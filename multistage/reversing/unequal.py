@@ -9,6 +9,10 @@ measured again.
 Planned sweeps stream states to the first tier, whose rates are measured once;
 tapes stay in fast memory.  A survey uses fast memory alone.
 
+The folder of a durable run is a tier like others; beside the states that the plan writes
+it has some more (`durable.adjoints.Passed`).  What a killed process left of a sweep is
+planned by itself (`planners.chain.resumed`).
+
 A budget pays for what is kept, here as for uniform steps.  Planners of chains count
 all memory, so they are given the budget on top of the least in which the chain can be
 reversed at all: state 0, and the largest step with its states, tape and gradients.
@@ -16,7 +20,7 @@ reversed at all: state 0, and the largest step with its states, tape and gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
@@ -28,21 +32,23 @@ from ..errors import ArgumentError, BudgetError, StateError
 from ..execute.executor import Executor, Resumed
 from ..execute.late import Late, Stages
 from ..execute.ledger import Counts
-from ..execute.metered import LargerThanPlanned, Metered, Seen, of_chain
+from ..execute.metered import LargerThanPlanned, Metered, Seen, of_chain, require_state
 from ..measurement.seen import leaving_out
 from ..model.chain import Chain
 from ..model.costs import Costs
 from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..planners import Plan
-from ..planners.base import BUFFERS
+from ..planners.base import BUFFERS, played
 from ..planners.chain.joint_core import require_core
 from ..planners.chain.pieces import MOST_STREAMED, PersistentPlanner, chain_plan, survey
+from ..planners.chain.resumed import resumed_actions
 from ..schedule.rules import Rules
 from ..schedule.timeline import Timeline
 from ..states.in_place import VariedStates
-from ..states.layout import Layout
+from ..states.layout import Layout, bytes_of
 from ..states.slots import Weighed
+from ..support.interrupts import Shield
 from ..support.progress import Bars
 from .arguments import Arguments, Unequals, one_tape
 from .opened import OpenStores
@@ -111,14 +117,14 @@ class Unequal(Generic[State, Adjoint]):
         If given costs do not fit the chain or the budget; for a tier without the C core.
     """
 
-    resumed: Resumed | None = None  # durable runs have uniform steps
-
     def __init__(self, given: Arguments[State, Adjoint], opened: OpenStores, bars: Bars) -> None:
         chain = given.chain
         own: Any = given.states
         self.states: Weighed[State, Any, Any] = (
             own if hasattr(own, "weigh") else VariedStates(chain.in_place)
         )
+        self.resumed: Resumed | None = None
+        self._durable = given.durable
         self.metered = Metered(chain, self.states.weigh)
         self.plan: Plan | None = None
         self.stale = False
@@ -131,9 +137,13 @@ class Unequal(Generic[State, Adjoint]):
         self._rates: Tier | None = None
         self._first_rates: Tier | None = None
         self._left_out = leaving_out()
-        if self._store is not None:
+        # A durable run needs no plan that reads from its folder.
+        self._streams = self._store is not None
+        if self._durable is not None:
+            self._streams = native.LIBRARY is not None and not one_tape(chain)
+        if self._streams:
             require_core()
-        if self._store is not None and one_tape(chain):
+        if self._streams and one_tape(chain):
             raise ArgumentError(
                 "steps that differ, with only the latest tape (one_tape), are not streamed to a "
                 "tier; leave tiers= out, or make tapes of which several may be held"
@@ -166,7 +176,7 @@ class Unequal(Generic[State, Adjoint]):
 
     def asked(self, *, online: bool) -> Late | None:
         """Return what the next sweep asks where transfers are late; None if it waits."""
-        return None if online else self.late
+        return None if online or self.resumed is not None else self.late
 
     def anew(self, error: Exception) -> Self | None:
         """Return what runs a sweep again that an error has ended; None to raise it."""
@@ -187,11 +197,14 @@ class Unequal(Generic[State, Adjoint]):
         As `Uniform.prepare` does, whatever `sweeps` says.  Raises BudgetError also for a state
         that is larger than the costs say.
         """
-        if self.plan is None or self.stale:
+        durable = self._durable
+        if executor is not None and durable is not None and durable.taken:
+            executor.abort()  # before its store is closed, which the sweep would call
+        if self.plan is None or self.stale or (durable is not None and durable.taken):
             # The tier is measured, and opened for states of other sizes.
             self._opened.close_stores()
         self._begin(state)
-        tier = self.tier
+        tier = self.tier if self._durable is None else self._store
         stores: tuple[Store, ...] = () if tier is None else (tier,)
         if tier is not None:
             assert self.plan is not None
@@ -208,7 +221,11 @@ class Unequal(Generic[State, Adjoint]):
 
     def _begin(self, state: State) -> None:
         """Weigh state 0; plan the next sweep if its costs are known."""
-        self.states.layout(state)
+        layouts = self.states.layout(state)
+        if self._durable is not None:
+            self._opened.begin()
+            with Shield(up=True):  # or the folder might stay locked
+                self._durable.attach(layouts.first, self._n_steps, state)
         self.metered.seen = Seen()
         # Ranks look at sizes together, once all steps have run: none may stop alone.
         self.metered.costs = self.costs if self._agreement is None else None
@@ -235,7 +252,7 @@ class Unequal(Generic[State, Adjoint]):
     def _given_costs(self, costs: StageCosts) -> Unequals:
         """Return costs with the room for what is kept, and the tier, measured if it was not."""
         room, store = self._room(costs), self._store
-        if store is None:
+        if store is None or not self._streams:
             return costs, room, None
         require_room(store, costs)
         if self._rates is None:
@@ -244,6 +261,7 @@ class Unequal(Generic[State, Adjoint]):
                 self._probed,
                 probe_bytes(costs),
                 1 if self._agreement is None else self._agreement.size,
+                self._durable is None,
             )
         return costs, room, bounded(self._rates, store, costs)
 
@@ -277,6 +295,10 @@ class Unequal(Generic[State, Adjoint]):
         self, is_last: Callable[[int], bool] | None, executor: Executor[State, Adjoint]
     ) -> Schedule:
         """Return the schedule of the next sweep; `is_last` as for `survey`."""
+        if self._durable is not None:
+            self.resumed = self._durable.begin(None)
+            if self.resumed is not None:
+                return played(self._rest(self.resumed))
         if self.plan is not None and is_last is None:
             return self.plan.schedule()
         if is_last is None:
@@ -291,6 +313,17 @@ class Unequal(Generic[State, Adjoint]):
         )
         self._surveyed.clear()
         return _recorded(schedule, self._surveyed)
+
+    def _rest(self, left: Resumed) -> Iterator[Action]:
+        """Return the actions that are left of a killed run.
+
+        Raises LargerThanPlanned if a state on the disk is larger than its costs say.
+        """
+        assert self.costs is not None
+        for step, layout in left.layouts.items():
+            require_state(self.costs, step, bytes_of(layout))
+        costs, room, rates = self._given_costs(self.costs)
+        return resumed_actions(costs, room, self._planner, rates, left.stored, left.end)
 
     def rules(self) -> Rules:
         """Return the machine that judges the actions of the plan, byte by byte."""
@@ -333,6 +366,8 @@ class Unequal(Generic[State, Adjoint]):
         Once that is asked, `counts` have the peak that sizes as seen come to.
         """
         plan = self.plan
+        if self.resumed is not None and plan is not None:
+            return lambda: plan  # what was left says little of the whole
         actions = tuple(self._surveyed) if plan is None else plan.actions
         left = 0
         if self.late is not None and self.late.why:

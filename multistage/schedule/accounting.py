@@ -174,8 +174,8 @@ class ByteAccounting:
                 resident += self.state[step] if staged else 0
             case Get(step):
                 resident += (self.tape if action.tape else self.state)[step]
-            case EndForward():
-                resident += self.gradient[-1]
+            case EndForward() if rules.live is not None:
+                resident += self.gradient[rules.live]  # that of the last; or a resumed adjoint
             case Load(step) if step in rules.unread:
                 resident += self.state[step]
         return resident
@@ -205,9 +205,10 @@ class ByteAccounting:
             case Reverse(step):
                 self._reverse(step, rules)
             case EndForward():
+                assert rules.adjoint is not None
                 rules.live = None
                 self._go_on(None)
-                self.resident_bytes += self.gradient[-1]
+                self.resident_bytes += self.gradient[rules.adjoint]
             case Save(step):
                 assert self.live is not None
                 self.saved[step] = self._share(self.live)

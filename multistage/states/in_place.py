@@ -531,19 +531,28 @@ class ArrayStates:
 class VariedStates:
     """Pytrees of NumPy arrays that differ from step to step; `layouts` are of the last sweep."""
 
-    def __init__(self, in_place: bool) -> None:
-        self._in_place = in_place
+    def __init__(self, in_place: bool, kind: type[Layout] = Layout) -> None:
+        self._in_place, self._kind = in_place, kind
         self.layouts: Layouts | None = None
         self._weights: dict[int, tuple[Layout, int]] = {}  # bytes of a layout, by its identity
 
     def layout(self, state: object) -> Layouts:
-        self.layouts = Layouts(state, self._in_place)
+        self.layouts = Layouts(state, self._in_place, self._kind)
         self._weights.clear()
         return self.layouts
 
-    def weigh(self, state: object, step: int) -> int:
+    def at(self, step: int) -> Layout:
+        """Return the layout of a state that has been seen."""
         assert self.layouts is not None
-        layout = self.layouts.see(state, step)
+        return self.layouts.at(step)
+
+    def see(self, state: object, step: int) -> Layout:
+        """Return the layout of a live state.  Raises StateError."""
+        assert self.layouts is not None
+        return self.layouts.see(state, step)
+
+    def weigh(self, state: object, step: int) -> int:
+        layout = self.see(state, step)
         found = self._weights.get(id(layout))
         if found is None:
             found = self._weights[id(layout)] = layout, bytes_of(layout)

@@ -305,6 +305,8 @@ class Layouts:
         State 0.
     in_place : bool
         Whether the tree of all states is that of the first.
+    kind : type
+        Of the layouts.
 
     Attributes
     ----------
@@ -316,9 +318,9 @@ class Layouts:
 
     varied = True
 
-    def __init__(self, state: object, in_place: bool) -> None:
-        self.first = self._last = Layout.of(state)
-        self._in_place = in_place
+    def __init__(self, state: object, in_place: bool, kind: type[Layout] = Layout) -> None:
+        self.first = self._last = kind.of(state)
+        self._in_place, self._kind = in_place, kind
         self._at: dict[int, Layout] = {0: self.first}
         self._kinds = {(self.first.spec, self.first.leaves): self.first}  # each kind once
         self.nbytes = self.first.nbytes
@@ -361,33 +363,30 @@ class Layouts:
                 f"state {step} changed its structure from {self.first.spec} to {layout.spec}; the "
                 "shapes and dtypes in an in-place chain's state may change, its tree may not"
             )
-        self._at[step] = self._last = layout
-        self.nbytes = max(self.nbytes, layout.nbytes)
+        self._last = layout
+        self.know(step, layout)
         return layout
+
+    def know(self, step: int, layout: Layout) -> None:
+        """Take the layout of a state that an earlier process has made."""
+        self._at[step] = layout
+        self.nbytes = max(self.nbytes, layout.nbytes)
 
     def _like(self, state: object) -> Layout:
         last = self._last
         if type(state) is np.ndarray and (state.shape, state.dtype) == last.single:
             return last
-        made = Layout.of(state)
+        made = self._kind.of(state)
         return self._kinds.setdefault((made.spec, made.leaves), made)
 
     def seen(self, state: object, where: int | str) -> tuple[Layout, list[Array]]:
         """Return the layout of a state and its arrays.  Raises StateError as `see` does."""
-        layout = self.see(state, where) if isinstance(where, int) else Layout.of(state)
+        layout = self.see(state, where) if isinstance(where, int) else self._kind.of(state)
         return layout, layout.arrays(state, where)
 
     def arrays(self, state: object, where: int | str = "the state") -> list[Array]:
         """Return the arrays of a state.  Raises StateError as `see` does."""
         return self.seen(state, where)[1]
-
-    def pack(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], Packing | None]:
-        """Return what a store of things of any size takes, and what `unpack` needs besides."""
-        return packed(arrays, [c_strides(array.shape, array.dtype.itemsize) for array in arrays])
-
-    def unpack(self, arrays: Sequence[Array], packing: Packing | None) -> list[Array]:
-        """Return the arrays that `pack` was given, from the store's copies."""
-        return self.first.unpack(arrays, packing)
 
     def same_as(self, other: object) -> bool:
         """Whether both describe the same states: each sweep has its own."""

@@ -108,6 +108,18 @@ def _named_in(frame: FrameType) -> Iterator[Array]:
             yield from arrays_in(value)
 
 
+class Packs(Protocol[ArrayT, PackingT]):
+    """What turns the arrays of one state into a store's, and back."""
+
+    def pack(self, arrays: Sequence[ArrayT]) -> tuple[Sequence[Array], PackingT]:
+        """Return what a store takes, and what `unpack` needs besides."""
+        ...
+
+    def unpack(self, arrays: Sequence[Array], packing: PackingT) -> list[ArrayT]:
+        """Return the arrays that `pack` was given, from the store's copies."""
+        ...
+
+
 class StateLayout(Protocol[State_contra, ArrayT, PackingT]):
     """What an executor asks of a layout; `states.layout.Layout` is that of NumPy states."""
 
@@ -118,12 +130,8 @@ class StateLayout(Protocol[State_contra, ArrayT, PackingT]):
         """Return the arrays of a state.  Raises StateError if it is of another layout."""
         ...
 
-    def pack(self, arrays: Sequence[ArrayT]) -> tuple[Sequence[Array], PackingT]:
-        """Return what a store takes, and what `unpack` needs besides."""
-        ...
-
-    def unpack(self, arrays: Sequence[Array], packing: PackingT) -> list[ArrayT]:
-        """Return the arrays that `pack` was given, from the store's copies."""
+    def at(self, step: int) -> Packs[ArrayT, PackingT]:
+        """Return the layout of a state that has been seen: of equal ones, this."""
         ...
 
     def same_as(self, other: Self) -> bool:

@@ -14,7 +14,7 @@ MEMORY = Path("/dev/shm")
 LOOP = Path(__file__).parent.parent / "durable_kills.py"
 
 
-@pytest.mark.long(but="options2-15")
+@pytest.mark.long(but=("options2-15", "options3-15"))
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("options", "least"),
@@ -22,6 +22,8 @@ LOOP = Path(__file__).parent.parent / "durable_kills.py"
         (("--kills", "10", "--seed", "5"), 10),
         (("--calls", "2"), 30),
         (("--calls", "4", "--case", "short-found"), 15),
+        (("--calls", "3", "--case", "short-unequal"), 15),
+        (("--kills", "10", "--case", "unequal"), 10),
     ],
 )
 def test_every_gradient_is_exact(options: tuple[str, ...], least: int) -> None:

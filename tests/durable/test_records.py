@@ -6,6 +6,7 @@ import ast
 import contextlib
 import json
 import os
+import struct
 import tempfile
 from array import array
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +25,8 @@ from multistage.durable.folder import Folder
 from multistage.durable.headers import (
     PRELUDE,
     TABLE_LIMIT,
+    UNEQUAL,
+    VERSION,
     BadFile,
     Kind,
     RunFacts,
@@ -57,9 +61,8 @@ def records(steps: tuple[int, ...], key: int | None = None, given: bytes = b"") 
     """Return a file of the records of some steps, or of one of `key` for each."""
     made = [record(step % 256 if key is None else key) for step in steps]
     sums = array("Q", [checksum_of([each]) for each in made])
-    return Records("", SIZE, array("q", steps), sums, given).header(RUN) + b"".join(
-        map(bytes, made)
-    )
+    file = Records("", SIZE, array("q", steps), sums, given)
+    return file.header(RUN) + b"".join(map(bytes, made))
 
 
 def states(steps: tuple[int, ...] = (3, 4)) -> bytes:
@@ -74,6 +77,26 @@ def run() -> bytes:
     return encode(Kind.RUN, RUN, run_table(FACTS, COSTS), 0)
 
 
+def unlike_run() -> bytes:
+    return encode(Kind.RUN, RUN, run_table(FACTS, None), 0, UNEQUAL)
+
+
+OTHER = OrderedLayout.of([{"a": np.zeros((1, 7), "f2")}, (np.zeros(3),)])
+
+
+def unlike(name: str = "", steps: tuple[int, ...] = (3, 4, 5)) -> bytes:
+    """Return a file of records of several layouts, as a run of unequal steps writes it."""
+    file, data = Records(name, 0, given=b"g" * 16 if "adjoint" in name else b""), b""
+    for step in steps:
+        layout = (LAYOUT, OTHER)[step % 2]
+        made = np.full(layout.record_bytes, step, np.uint8)
+        made[layout.nbytes :] = layout.order(None)
+        file.add(step, layout.record_bytes, layout.form(LAYOUT))
+        file.checksums.append(checksum_of([made]))
+        data += bytes(made)
+    return file.header(RUN) + data
+
+
 def read(data: bytes) -> Any:
     """Parse a file by its kind, as it would be read; return what it says."""
     header = read_header(lambda count, at: data[at : at + count], len(data))
@@ -81,7 +104,7 @@ def read(data: bytes) -> Any:
         case Kind.RUN:
             return parse_run(header)
         case Kind.STATES | Kind.ADJOINT:
-            found = Records.of("", header, SIZE)
+            found = Records.of("", header, SIZE, unequal=header.version == UNEQUAL)
             return list(found.steps), list(found.checksums), found.given
         case Kind.LOCK:
             return (header.table,)
@@ -93,7 +116,33 @@ def test_written_records_are_read_back() -> None:
     assert read(adjoint()) == ([4], [checksum_of([record(7)])], b"g" * 16)
 
 
-@pytest.mark.parametrize("make", [run, states, adjoint])
+def test_files_of_equal_steps_keep_their_format() -> None:
+    """Folders that earlier versions have left are resumed."""
+    made = [bytes(record(step)) for step in (3, 4)]
+    table = b"".join(
+        struct.pack("<qQ", step, xxhash.xxh3_64_intdigest(each))
+        for step, each in zip((3, 4), made, strict=True)
+    )
+    head = struct.pack("<8sII16sQQQ", b"MSDURABL", 3, 2, RUN, len(table), 2 * SIZE, 0)
+    summed = xxhash.xxh3_64_intdigest(head + table).to_bytes(8, "little")
+    assert states() == head + summed + table + b"".join(made)
+
+
+def test_records_of_unequal_steps_say_what_they_are() -> None:
+    data = unlike()
+    header = read_header(lambda count, at: data[at : at + count], len(data))
+    found = Records.of("", header, unequal=True)
+    layouts = [found.layout(place, LAYOUT) for place in range(3)]
+    for layout, known in zip(layouts, (OTHER, LAYOUT, OTHER), strict=True):
+        assert layout.same_as(known)
+    assert layouts[0] is layouts[2]
+    with pytest.raises(BadFile, match="another kind of steps"):
+        Records.of("", header, SIZE)
+    with pytest.raises(BadFile, match="cannot be read"):
+        Records("", 0, forms=["[0, 1]"], ends=array("Q", [80])).layout(0, LAYOUT)
+
+
+@pytest.mark.parametrize("make", [run, states, adjoint, unlike])
 def test_every_bit_of_a_header_counts(make: Callable[[], bytes]) -> None:
     data = make()
     table_bytes = int.from_bytes(data[32:40], "little")
@@ -108,13 +157,13 @@ def test_every_bit_of_a_header_counts(make: Callable[[], bytes]) -> None:
             read(data[:length])
 
 
-def forged(kind: int, table: bytes, payload: bytes, sizes: tuple[int, int] | None) -> bytes:
+def forged(
+    kind: int, table: bytes, payload: bytes, sizes: tuple[int, int] | None, version: int
+) -> bytes:
     """Return a file with good checksums and whatever else one likes."""
-    data = encode(kind, RUN, table, len(payload)) + payload  # type: ignore[arg-type]
+    data = encode(kind, RUN, table, len(payload), version) + payload  # type: ignore[arg-type]
     if sizes is None:
         return data
-    import xxhash
-
     head = data[:32] + b"".join(n.to_bytes(8, "little") for n in sizes) + data[48:56]
     return head + xxhash.xxh3_64_intdigest(head + table).to_bytes(8, "little") + data[64:]
 
@@ -145,12 +194,27 @@ TABLES = (
         )
     )
 )
+FORMS = st.sampled_from([LAYOUT.form(LAYOUT), OTHER.form(LAYOUT)]) | JSON.map(json.dumps)
+STEPS = st.sampled_from([0, 3, 9, 2**62])
+OWN = st.tuples(
+    STEPS, st.just(0), st.sampled_from([0, SIZE, OTHER.record_bytes]), st.integers(0, 2)
+)
+TABLES |= st.builds(
+    lambda entries, forms: (
+        len(entries).to_bytes(8, "little")
+        + b"".join(struct.pack("<qQQQ", *each) for each in entries)
+        + json.dumps(forms).encode()
+    ),
+    st.lists(OWN, min_size=1),
+    st.lists(FORMS) | JSON,
+)
 FORGED = st.builds(
     forged,
     st.integers(0, 5),
     TABLES,
     st.binary(max_size=3 * SIZE),
     st.none() | st.tuples(SIZES, SIZES),
+    st.sampled_from([VERSION, UNEQUAL]),
 )
 
 
@@ -173,10 +237,13 @@ def test_whatever_a_file_holds_it_is_read_or_refused(data: bytes) -> None:
 NAMED = st.sampled_from(["run", "last", "states-0", "states-1", "adjoint-5", "tmp-run", "lock"])
 
 
-@given(st.dictionaries(NAMED, FORGED | st.sampled_from([run(), states(), adjoint()])))
-@settings(max_examples=150, deadline=None)
+GOOD = [run(), states(), adjoint(), unlike_run(), unlike(), unlike("adjoint-5", (5,))]
+
+
+@given(st.dictionaries(NAMED, FORGED | st.sampled_from(GOOD)), st.booleans())
+@settings(max_examples=200, deadline=None)
 def test_whatever_a_folder_holds_it_is_shown_and_adopted_or_refused(
-    files: dict[str, bytes],
+    files: dict[str, bytes], unequal: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "run")
@@ -189,6 +256,8 @@ def test_whatever_a_folder_holds_it_is_shown_and_adopted_or_refused(
             found = Journal.of(folder)
             assert all(0 <= each.least <= 10 for each in found.adjoints)
         store = DurableStore(lambda: folder)
+        if unequal:
+            store.layout_at = lambda step: store.adopted[step]
         folder.run = RUN
         steps = store.adopt(LAYOUT, folder, 10)
         assert all(0 <= step < 10 for step in steps)
@@ -200,8 +269,9 @@ def test_whatever_a_folder_holds_it_is_shown_and_adopted_or_refused(
                 except Exception as error:
                     assert type(error).__name__ == "CheckpointLost"
                 else:
-                    assert [a.nbytes for a in arrays[:-1]] == [48, 5]
-                    LAYOUT.unpack(arrays, None)
+                    layout = store.adopted[step] if unequal else LAYOUT
+                    assert [a.nbytes for a in arrays[:-1]] == [e.nbytes for e in layout.leaves]
+                    layout.unpack(arrays, None)
         finally:
             store.close()
             folder.close()

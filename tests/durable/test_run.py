@@ -7,33 +7,57 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from chains import CHAINS, kept, raw, store_all
 from leaks import no_leak as no_leak
 from simple_runs import FAST, BrokenOff, gradient, leave_broken, plain, simple
+from unequal_chains import KINDS, Case
 
-from multistage import Costs, FunctionChain, Reversal, Tier, reverse
+from multistage import Costs, FunctionChain, Reversal, StageCosts, Tier, reverse
 from multistage.durable.folder import Folder
-from multistage.durable.headers import VERSION
+from multistage.durable.headers import UNEQUAL, VERSION
 from multistage.durable.run import DurableRun
 from multistage.durable.status import inspect
-from multistage.errors import ArgumentError, CheckpointWarning, StateError, StoreError
+from multistage.errors import (
+    ArgumentError,
+    BudgetError,
+    CheckpointWarning,
+    StateError,
+    StoreError,
+)
+from multistage.model.stages import Stage
+from multistage.reversing import unequal
 from multistage.reversing.arguments import Arguments
 from multistage.reversing.sweeps import Sweeps
 
 SLOW = Costs(1.0, 1.0, tiers=(Tier("durable", 4.5, 4.5),))
 
 
-class Breaking:
-    """A chain that can be broken off, and whose adjoint is an array."""
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a state of steps that differ be written and read in the time of a step or two."""
+    monkeypatch.setattr(
+        unequal, "measured_rates", lambda *_: Tier.of_rates(300.0, 300.0, tapes=False)
+    )
 
-    def __init__(self, chain: Any, forward: int | None = None, back: int | None = None) -> None:
+
+class Breaking:
+    """A chain that can be broken off, and whose adjoint is an array.
+
+    Where steps differ, adjoints do.
+    """
+
+    def __init__(
+        self, chain: Any, forward: int | None = None, back: int | None = None, unlike: bool = False
+    ) -> None:
         self.in_place, self.state_is_tape = chain.in_place, chain.state_is_tape
-        self.chain, self.forward, self.back = chain, forward, back
+        self.one_tape = bool(getattr(chain, "one_tape", False))
+        self.chain, self.forward, self.back, self.unlike = chain, forward, back, unlike
         self.steps = self.reversed = 0
 
     def advance(self, state: Any, start: int, stop: int) -> Any:
@@ -53,14 +77,27 @@ class Breaking:
         if step == self.back:
             raise BrokenOff
         self.reversed += 1
-        return [np.array(self.chain.reverse(tape, int(adjoint[0]), step))]
+        more = [{"a": (np.ones(step % 7),)}] * (step % 3) if self.unlike else []
+        return [np.array(self.chain.reverse(tape, int(adjoint[0]), step)), *more]
+
+
+def unlike(name: str, n: int) -> Case | None:
+    """Return a chain whose steps differ, of small or large states, if that is its name."""
+    size, _, kind = name.partition(" ")
+    return Case(n, kind, n, {"small": 40, "large": 4000}[size]) if kind else None
+
+
+def answer(name: str, n: int) -> tuple[bytes, int]:
+    """Return last state and adjoint, every state kept."""
+    case = unlike(name, n)
+    return store_all(name, n) if case is None else case.store_all()
 
 
 def sweep(
     name: str,
     n: int,
     folder: Path,
-    costs: Costs = FAST,
+    costs: Costs | StageCosts = FAST,
     slots: int = 4,
     forward: int | None = None,
     back: int | None = None,
@@ -71,8 +108,11 @@ def sweep(
 
     With `until` the end is found, not told.
     """
-    make, start = CHAINS[name]
-    chain = Breaking(make(), forward, back)
+    case = unlike(name, n)
+    make, start = CHAINS[name] if case is None else (case.chain, case.start)
+    chain = Breaking(make(), forward, back, case is not None)
+    if case is not None and costs is FAST:
+        costs = case.costs
     settings: dict[str, Any] = {"durable_every_s": 0, "checked": True, "costs": costs} | options
     settings |= {"n_steps": None if until else n, "durable": folder}
     with Reversal(chain, memory=f"{slots} slots", **settings) as run:
@@ -92,18 +132,22 @@ GRID = [(name, 23, 4, False) for name in CHAINS]
 GRID += [(name, *size, False) for name in ("nested", "in-place-tape") for size in SIZES]
 GRID += [("nested", *size, True) for size in SIZES]
 GRID += [(name, 23, 4, True) for name in ("nested", "tape", "in-place", "in-place-tape", "fortran")]
+UNLIKE = [f"small {kind}" for kind in KINDS]
+GRID += [(name, *size, False) for name in UNLIKE for size in SIZES]
+GRID += [(f"large {kind}", 12, 3, False) for kind in ("functional", "tape", "in-place")]
 
 
-@pytest.mark.long(but=("nested-*", "*-in-place-*", "tape-*"))
+@pytest.mark.long(but=("nested-*", "*-in-place-*", "tape-*", "small*"))
 @pytest.mark.parametrize("costs", [FAST, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize(("name", "n", "slots", "until"), GRID)
 def test_broken_off_often_and_exact(
     name: str, costs: Costs, n: int, slots: int, until: bool, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    if not CHAINS[name][0]().state_is_tape:
-        costs = Costs(1.0, 1.0, 1.0, tiers=costs.tiers)
-    options: dict[str, Any] = {"costs": costs, "slots": slots, "until": until}
+    options: dict[str, Any] = {"slots": slots, "until": until}
+    if unlike(name, n) is None:
+        taped = not CHAINS[name][0]().state_is_tape
+        options["costs"] = Costs(1.0, 1.0, 1.0, tiers=costs.tiers) if taped else costs
     broken: dict[str, int]
     for broken in ({"forward": n // 2}, {"forward": n - 1}, {"back": n - 1}, {"back": n // 2}):
         broken_off(name, n, folder, **options, **broken)
@@ -112,7 +156,7 @@ def test_broken_off_often_and_exact(
         assert ("the last is not known yet" in str(found)) == (not known)
     broken_off(name, n, folder, **options, back=0)
     last, adjoint, chain = sweep(name, n, folder, **options)
-    assert (last, adjoint) == store_all(name, n)
+    assert (last, adjoint) == answer(name, n)
     assert chain.reversed <= n
     assert not folder.exists()
 
@@ -316,10 +360,11 @@ def test_another_format_version_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     left(folder)
     data = bytearray((folder / "run").read_bytes())
-    data[8] += 1
+    data[8] = UNEQUAL + 1
     (folder / "run").write_bytes(data)
     with pytest.raises(
-        StoreError, match=rf"format version {VERSION + 1}, this package writes {VERSION}"
+        StoreError,
+        match=rf"format version {UNEQUAL + 1}, this package writes {VERSION} and {UNEQUAL}",
     ):
         simple(folder).forward(np.ones(3))
     assert not inspect(folder).resumable
@@ -628,15 +673,16 @@ HARMED = ["states", "last", "adjoint", "all", "one"]
 
 
 @pytest.mark.parametrize(
-    ("what", "harm", "until"),
-    [(what, harm, False) for what in HARMED for harm in HARMS]
-    + [(what, "flipped", True) for what in HARMED],
+    ("what", "harm", "chain", "until"),
+    [(what, harm, "nested", False) for what in HARMED for harm in HARMS]
+    + [(what, "flipped", "nested", True) for what in HARMED]
+    + [(what, harm, "small tape", False) for what in HARMED for harm in ("flipped", "cut")],
 )
 def test_harmed_files_cost_steps_never_bits(
-    what: str, harm: str, until: bool, tmp_path: Path
+    what: str, harm: str, chain: str, until: bool, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    broken_off("nested", 40, folder, back=20, until=until)
+    broken_off(chain, 40, folder, back=20, until=until)
     names = sorted(path.name for path in folder.iterdir())
     newest = min((int(name[8:]) for name in names if name.startswith("adjoint")), default=0)
     for name in names:
@@ -651,8 +697,8 @@ def test_harmed_files_cost_steps_never_bits(
             HARMS[harm](folder / name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CheckpointWarning)
-        last, adjoint, _ = sweep("nested", 40, folder, until=until)
-    assert (last, adjoint) == store_all("nested", 40)
+        last, adjoint, _ = sweep(chain, 40, folder, until=until)
+    assert (last, adjoint) == answer(chain, 40)
     if harm in ("folder", "link", "empty") and folder.exists():  # no file of ours: it stays
         assert all(
             path.is_dir() or path.is_symlink() or not path.stat().st_size
@@ -674,8 +720,9 @@ def test_a_harmed_header_is_refused(harm: str, tmp_path: Path) -> None:
     assert not inspect(folder).resumable
 
 
+@pytest.mark.parametrize("name", ["nested", "small functional"])
 def test_a_disk_that_is_full_from_some_file_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish = Folder.publish
     for room in range(1, 40, 3):
@@ -691,8 +738,8 @@ def test_a_disk_that_is_full_from_some_file_on(
         monkeypatch.setattr(Folder, "publish", limited)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CheckpointWarning)
-            last, adjoint, _ = sweep("nested", 30, folder)
-        assert (last, adjoint) == store_all("nested", 30)
+            last, adjoint, _ = sweep(name, 30, folder)
+        assert (last, adjoint) == answer(name, 30)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -751,6 +798,175 @@ def test_nothing_refers_to_a_state_after_a_broken_run(tmp_path: Path) -> None:
     run.close()
     gc.collect()
     start += 1  # writable again
+
+
+# ------------------------------------------------------------- steps that differ
+
+
+def flush(run: Reversal[Any, Any]) -> None:
+    """Wait for the writer, so that the state that comes next is written."""
+    durable = run._sweeps.given.durable
+    assert durable is not None
+    if durable.store._writer is not None:  # it is open
+        durable.store.flush()
+
+
+def test_states_of_unequal_steps_are_there_after_a_kill(tmp_path: Path) -> None:
+    """Whatever the plan writes: here all is kept in memory."""
+    folder, case, runs = tmp_path / "run", Case(5, "in-place", 30), list[Any]()
+
+    class Waiting(Breaking):
+        def advance(self, state: Any, start: int, stop: int) -> Any:
+            flush(runs[-1])
+            return super().advance(state, start, stop)
+
+    def ran(**broken: int) -> Any:
+        chain = Waiting(case.chain(), **broken)
+        options: Any = {"memory": "99 slots", "durable": folder, "durable_every_s": 0}
+        with Reversal(chain, costs=case.costs, **options) as run:
+            runs.append(run)
+            last = raw(run.forward(case.start()))
+            steps = chain.steps
+            return last, int(run.reverse([np.array(1)])[0]), steps
+
+    for broken in (20, 25):
+        with pytest.raises(BrokenOff):
+            ran(forward=broken)
+        found = inspect(folder)
+        assert found.forward_step == found.states == broken and "state 0  " in str(found)
+    with pytest.raises(BrokenOff):
+        ran(back=9)
+    assert ran() == (*case.store_all(), 0)
+    assert not folder.exists()
+
+
+def test_states_of_unequal_steps_wait_for_their_time(tmp_path: Path) -> None:
+    case = Case(5, "functional", 30)
+    chain = Breaking(case.chain(), back=25)
+    with (
+        pytest.raises(BrokenOff),
+        Reversal(chain, costs=case.costs, memory="99 slots", durable=tmp_path / "run") as run,
+    ):
+        run.forward(case.start())
+        run.reverse([np.array(1)])
+    assert inspect(tmp_path / "run").states == 0
+
+
+def larger(costs: StageCosts) -> StageCosts:
+    """Return costs whose states and times are others, but large enough."""
+    stages = []
+    for each in costs.stages:
+        size = each.output_bytes + 800
+        stages.append(Stage("", 1 + each.backward_s, 1.0, size, size, gradient_bytes=0))
+    return replace(costs, stages=tuple(stages))
+
+
+def test_other_costs_of_unequal_steps(tmp_path: Path) -> None:
+    """Those of other sizes than the states on the disk, or of other steps, are refused."""
+    folder, n = tmp_path / "run", 12
+    case = Case(n, "functional", n)
+    broken_off("small functional", n, folder, back=6)
+    small = case.costs.stages[-1]
+    less = replace(small, output_bytes=small.output_bytes - 1, tape_bytes=small.tape_bytes - 1)
+    costs = replace(case.costs, stages=(*case.costs.stages[:-1], less))
+    with pytest.raises(BudgetError, match=rf"state 12 takes {small.output_bytes} bytes, its costs"):
+        sweep("small functional", n, folder, costs=costs)
+    fewer = replace(case.costs, stages=case.costs.stages[:-1])
+    with pytest.raises(StoreError, match=r"has n_steps=12 steps that differ .*this run n_steps=11"):
+        sweep("small functional", n - 1, folder, costs=fewer)
+    with pytest.raises(StoreError, match=r"n_steps=12 steps that differ \(StageCosts\), this run"):
+        chain = Breaking(case.chain())
+        Reversal(chain, n_steps=n, costs=FAST, memory="2 slots", durable=folder).forward(
+            case.start()
+        )
+    assert inspect(folder).resumable
+    found = sweep("small functional", n, folder, costs=larger(case.costs))
+    assert found[:2] == case.store_all()
+
+
+def test_equal_and_unequal_runs_are_told_apart(tmp_path: Path) -> None:
+    costs = StageCosts.uniform(20, Stage("", 1.0, 1.0, 24, 24, gradient_bytes=0), 24)
+    left(tmp_path / "run")
+    with pytest.raises(StoreError, match=r"n_steps=20, this run n_steps=20 steps that differ"):
+        simple(tmp_path / "run", costs=costs).forward(np.ones(3))
+    with simple(tmp_path / "other", back=8, costs=costs) as run:  # equal states, given as such
+        run.forward(np.ones(3))
+        with pytest.raises(BrokenOff):
+            run.reverse(np.ones(3))
+    assert np.array_equal(gradient(tmp_path / "other", costs=costs), plain(20))
+
+
+class Patch(NamedTuple):
+    """A state of its own class."""
+
+    u: Any
+    v: Any
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_trees_of_unequal_steps(changes: bool, tmp_path: Path) -> None:
+    """Any tree if it stays; one that changes must be one that can be written down."""
+    dtype = np.dtype([("a", "i1"), ("b", ">f8", (2,))], align=True)
+
+    def step(state: Any, i: int) -> Any:
+        flush(runs[-1])
+        values = np.zeros(i + 2, dtype)
+        values["b"] = i + state.v.ravel()[0]
+        tree = Patch(values, np.asfortranarray(np.full((2, i + 2), values["b"].sum())))
+        return Patch(tree, tree.v) if changes and i == 3 else tree
+
+    def adjoint_step(state: Any, adjoint: Any, i: int) -> Any:
+        if i == back:
+            raise BrokenOff
+        assert state.v.flags.f_contiguous
+        return {"a": np.append(adjoint["a"] * 0.5, state.v[-1, -1] + state.u["b"].sum())}
+
+    stage = Stage("", 1.0, 1.0, 10_000, 10_000, gradient_bytes=0)
+    start = Patch(np.zeros(2, dtype), np.ones((2, 2), order="F"))
+    seed, folder, n, runs = {"a": np.ones(1)}, tmp_path / "run", 7, list[Any]()
+
+    def found() -> Any:
+        options: Any = {"durable": folder, "durable_every_s": 0, "memory": "1 slot"}
+        costs = StageCosts.uniform(n, stage, 10_000)
+        with Reversal(step, adjoint_step, costs=costs, **options) as run:
+            runs.append(run)
+            run.forward(start)
+            return run.reverse(seed)["a"]
+
+    back = 2
+    if changes:
+        with pytest.raises(StateError, match="dicts with keys of str and int, lists and tuples"):
+            found()
+        return
+    with pytest.raises(BrokenOff):
+        found()
+    back = -1
+    chain = FunctionChain(step, adjoint_step)
+    assert found().tobytes() == kept(chain, start, seed, n)[1]["a"].tobytes()
+
+
+def test_a_state_that_cannot_be_written_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = Folder.publish
+
+    def limited(self: Folder, name: str, pieces: Any, **how: bool) -> None:
+        if name.startswith("states"):
+            raise OSError(5, "Input/output error")
+        publish(self, name, pieces, **how)
+
+    monkeypatch.setattr(Folder, "publish", limited)
+
+    def step(x: Any, i: int) -> Any:
+        flush(run)
+        return x * 1.01 + i
+
+    costs = StageCosts.uniform(20, Stage("", 1.0, 1.0, 24, 24, gradient_bytes=0), 24)
+    options: Any = {"durable": tmp_path / "run", "durable_every_s": 0, "memory": "99 slots"}
+    with Reversal(step, lambda x, a, i: a * x + i, costs=costs, **options) as run:
+        with pytest.warns(CheckpointWarning, match="a state cannot be written: .*Input/output"):
+            run.forward(np.ones(3))
+        assert np.array_equal(run.reverse(np.ones(3)), plain(20))
 
 
 def test_several_functionals_are_resumed_together(tmp_path: Path) -> None:

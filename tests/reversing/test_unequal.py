@@ -230,7 +230,6 @@ def test_costs_that_do_not_fit_are_refused_before_any_step_runs() -> None:
             Reversal(chain, n_steps=n, memory=budget, costs=bad)
     for more, words in (
         ({"planner": "revolve"}, "plans uniform steps"),
-        ({"durable": "somewhere"}, "durable="),
         ({"states": object()}, "states="),
     ):
         with pytest.raises(ArgumentError, match=words):

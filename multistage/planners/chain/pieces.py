@@ -233,12 +233,13 @@ def _at_once(
     piece = part(costs, start, stop)
     memory = least_memory(piece, planner) + room
     planned = plan_at_once(piece, memory, planner, resolution=_slots(piece))
-    within = planned.actions if last else left_to_reverse(_without_end(planned.actions))
+    within = planned.actions if last else left_to_reverse(without_end(planned.actions))
     for action in within:
         yield shifted(action, first + start)
 
 
-def _without_end(actions: Iterable[Action]) -> Iterator[Action]:
+def without_end(actions: Iterable[Action]) -> Iterator[Action]:
+    """Yield actions of a sweep whose forward part has ended before."""
     return (action for action in actions if not isinstance(action, EndForward))
 
 
@@ -321,4 +322,4 @@ def survey(
 def _reversed(
     costs: StageCosts, room: int, planner: PersistentPlanner, first: int
 ) -> Iterator[Action]:
-    yield from _without_end(plan(costs, room, planner, first=first))
+    yield from without_end(plan(costs, room, planner, first=first))
