@@ -223,7 +223,7 @@ class Costs(CostModel):
 
     def without_tiers(self) -> Costs:
         """Return the same costs with no slow tier."""
-        return replace(self, tiers=())
+        return replace(self, tiers=()) if self.tiers else self
 
     def to_dict(self) -> dict[str, object]:
         """Return the costs as plain data, with their format; read back by `from_dict`."""

@@ -434,7 +434,7 @@ def agreeing(costs: Costs, chain: Chain[State, Adjoint]) -> Costs:
         If they disagree on what a tape is; how large one is shows when it is made.
     """
     if one_tape(chain) and not costs.state_is_tape:
-        return replace(costs, tape_bytes=NOT_KEPT)
+        return costs if costs.one_tape else replace(costs, tape_bytes=NOT_KEPT)
     if chain.state_is_tape and not costs.state_is_tape:
         raise ArgumentError(
             f"costs say that steps make tapes (tape_step_s={costs.tape_step_s:g}), but this "

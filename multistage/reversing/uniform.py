@@ -469,6 +469,8 @@ class Uniform(Generic[State, Adjoint]):
 def _of_states(costs: Costs, layout: Layout) -> Costs:
     """Return given costs with the bytes of states as they are, tapes in proportion."""
     state_bytes, tape_bytes = max(1, layout.nbytes), costs.tape_bytes
+    if state_bytes == costs.state_bytes:
+        return costs
     if tape_bytes and not costs.one_tape:
         tape_bytes = max(1, tape_bytes * state_bytes // costs.state_bytes)
     return replace(costs, state_bytes=state_bytes, tape_bytes=tape_bytes)

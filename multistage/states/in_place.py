@@ -107,7 +107,7 @@ class Copies:
     def _copied(self, arrays: list[Array]) -> Sequence[Any]:
         copies = self._pool.pop() if self._pool else self._made(arrays)
         for copy, array in zip(copies, arrays, strict=True):
-            np.copyto(copy, array)
+            copy[...] = array  # in a fifth of the time that `copyto` takes to begin
         return copies
 
     def _made(self, arrays: list[Array]) -> list[Array]:
@@ -117,7 +117,7 @@ class Copies:
     def _copy_back(self, targets: list[Array], kept: Kept) -> None:
         arrays: Sequence[Any] = kept.arrays
         for target, array in zip(targets, arrays, strict=True):
-            np.copyto(target, array)
+            target[...] = array
 
     def _recycle(self, kept: Kept) -> None:
         self._pool.append(kept.arrays)

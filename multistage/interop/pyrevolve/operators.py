@@ -187,12 +187,15 @@ class OperatorStates:
         # The arrays of two steps so far apart are known to be the same; 0: nothing is known.
         self._period = 0 if self.varied else _period(self.checkpoint)
         self._rotating: dict[int, list[Array]] = {}  # step modulo period -> arrays
+        self._kinds: list[tuple[object, object]] = []  # shapes and dtypes of state 0
 
     def layout(self, state: object) -> Layout:
         if self._first is None:
             values = self.checkpoint.get_data(0) if self._restored else ()
             self._first = _checked(values, "get_data(0)")
-        return _Arrays.of(self._first)
+            self._kinds = [(array.shape, array.dtype) for array in self._first]
+            self._layout = _Arrays.of(self._first)
+        return self._layout
 
     def slots(self, layout: Layout) -> Copies:
         if self._compression is None:
@@ -203,7 +206,7 @@ class OperatorStates:
         found = _checked(self.checkpoint.get_data(step), f"get_data({step})")
         return sum(array.nbytes for array in found)
 
-    def arrays(self, step: int, layout: Layout, *, into: bool) -> list[Array]:
+    def arrays(self, step: int, *, into: bool) -> list[Array]:
         """Return the arrays that hold state `step`, or those to copy it into."""
         if self._period and (known := self._rotating.get(step % self._period)) is not None:
             return known
@@ -219,9 +222,8 @@ class OperatorStates:
             if step == 0:
                 first, self._first = self._first, None  # it was looked at just now
             arrays = first or _checked(self.checkpoint.get_data(step), said)
-        kinds = [(array.shape, array.dtype) for array in arrays]
-        if not self.varied and kinds != [(leaf.shape, leaf.dtype) for leaf in layout.leaves]:
-            wanted = ", ".join(f"{leaf.shape} {leaf.dtype}" for leaf in layout.leaves)
+        if not self.varied and [(array.shape, array.dtype) for array in arrays] != self._kinds:
+            wanted = ", ".join(f"{shape} {dtype}" for shape, dtype in self._kinds)
             raise StateError(
                 f"{said} returned arrays {_kinds(arrays)}, get_data(0) {wanted}; every state must "
                 "have the arrays of the first, unless costs=StageCosts(...) are given"
@@ -239,7 +241,7 @@ def _checked(values: Iterable[object], said: str) -> list[Array]:
             raise StateError(
                 f"array {k} of {said} is {type(value).__name__}; it must be a numpy.ndarray"
             )
-        arrays.append(value.view(np.ndarray))
+        arrays.append(value if type(value) is np.ndarray else value.view(np.ndarray))
     return arrays or [_NOTHING.copy()]  # a state without arrays is legal, and takes nothing
 
 
@@ -288,7 +290,7 @@ class _Snapshots(Copies):
 
     def load(self, kept: Kept, live: State) -> State:
         assert isinstance(kept.state, int)
-        targets = self._arrays(kept.state, self._layout, into=True)
+        targets = self._arrays(kept.state, into=True)
         if self._varied and (found := _kinds(targets)) != self._kept.get(kept.state):
             raise StateError(
                 f"get_data_location({kept.state}) returned arrays {found}, its checkpoint has "
@@ -299,7 +301,7 @@ class _Snapshots(Copies):
 
     def _live(self, state: object, where: int | str) -> list[Array]:
         assert isinstance(where, int)
-        arrays = self._arrays(where, self._layout, into=False)
+        arrays = self._arrays(where, into=False)
         if self._varied:
             self._kept[where] = _kinds(arrays)
         return arrays

@@ -155,7 +155,9 @@ class BaseRevolver:
             )
 
             def planner(costs: Costs, slots: int, n_steps: int | None) -> Plan:
-                return own(replace(in_steps, state_bytes=costs.state_bytes), slots, n_steps)
+                if costs.state_bytes != in_steps.state_bytes:
+                    return own(replace(in_steps, state_bytes=costs.state_bytes), slots, n_steps)
+                return own(in_steps, slots, n_steps)
 
             self._first_plan = partial(own, costs, memory.slots, self.n_timesteps)
         elif isinstance(costs, Costs) and costs.tape_bytes < NOT_KEPT:
