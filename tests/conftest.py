@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from doctest import UnexpectedException
 from fnmatch import fnmatchcase
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from multistage import native
 
 TESTS = Path(__file__).parent
-# Without PyTorch, `import torch` would find the folder of its tests, which has no file of its own.
-for _name in ("torch", "jax"):
-    if (_found := importlib.util.find_spec(_name)) is not None and _found.origin is None:
-        sys.modules[_name] = None
+
+
+class Installed(PathFinder):
+    """Finds what is installed: where PyTorch is not, `import torch` would find its tests' folder.
+
+    A None in `sys.modules` would do so as well, but wadler_lindig, which diffrax needs, takes
+    what is there for a module.
+    """
+
+    @classmethod
+    def find_spec(
+        cls,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Return the spec of a module, None for a folder of tests."""
+        found = super().find_spec(fullname, path, target)
+        is_folder = found is not None and found.origin is None
+        return None if is_folder and fullname in ("torch", "jax") else found
+
+
+sys.meta_path[:] = [Installed if one is PathFinder else one for one in sys.meta_path]
 
 
 def pytest_configure(config: pytest.Config) -> None:
