@@ -33,9 +33,9 @@ Arrays: TypeAlias = tuple[jax.Array, ...]
 Loaded: TypeAlias = tuple[jax.Array, jax.Array, Arrays]
 
 
-def shaped(shape: tuple[int, ...], dtype: object) -> jax.ShapeDtypeStruct:
+def shaped(shape: tuple[int, ...], dtype: object, *, weak: bool = False) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of an array; JAX's own class has no annotations."""
-    made: jax.ShapeDtypeStruct = cast(Any, jax.ShapeDtypeStruct)(shape, dtype)
+    made: jax.ShapeDtypeStruct = cast(Any, jax.ShapeDtypeStruct)(shape, dtype, weak_type=weak)
     return made
 
 

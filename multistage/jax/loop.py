@@ -9,7 +9,7 @@ A step's gradient is computed as `jax.lax.scan` does it, from the same residuals
 same operations, and rounds alike.
 
 How many steps a block has is decided as the program begins to run, by the times that the runs
-before it have shown (I = ceil(T_T / T_A), see the package); the program has room for the most.
+before it have shown (`interval` of `native/loop.c`); the program has room for the most.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .handlers import Arrays, Site, require_unmapped, save, shaped, typed
 from .pullbacks import (
     Pullback,
     Tree,
+    is_weak,
     merged,
     put,
     raw,
@@ -36,6 +37,7 @@ from .pullbacks import (
     strong,
     varies,
     varying,
+    weakened,
 )
 
 # From the gradients by the last carry and the ys to those by what f closes over, state 0 and xs.
@@ -68,6 +70,10 @@ class _Loop:
         Of f.
     consts, carry, xs : tuple of arrays
         What f closes over, state 0, and the inputs.
+    y_like : tuple of ShapeDtypeStruct
+        Shapes and dtypes of the y of a step.
+    weak : tuple of bool
+        Of each leaf of what f returns, whether its type is a weak one.
     steps : int
     backwards : bool
     """
@@ -77,18 +83,17 @@ class _Loop:
     carry_tree: Tree
     x_tree: Tree
     y_tree: Tree
-    y_like: Any
     consts: Arrays
     carry: Arrays
     xs: Arrays
+    y_like: tuple[jax.ShapeDtypeStruct, ...]
+    weak: tuple[bool, ...]
     steps: int
     backwards: bool
 
     @classmethod
-    def of(
-        cls, f: Callable[..., Any], init: Any, xs: Any, n: int, backwards: bool
-    ) -> tuple[_Loop, Any]:
-        """Return the loop of `scan` and state 0, its weak types as f makes them.
+    def of(cls, f: Callable[..., Any], init: Any, xs: Any, n: int, backwards: bool) -> _Loop:
+        """Return the loop of `scan`, the weak types of state 0 as f makes them.
 
         Raises TypeError for a carry that changes its type otherwise.
         """
@@ -99,31 +104,31 @@ class _Loop:
             y_trees.append(Tree(jax.tree.map(jnp.asarray, y)))
             return carry, y
 
-        x = jax.tree.map(lambda a: shaped(a.shape[1:], a.dtype), xs)
-        closed, (carry, y_like) = jax.make_jaxpr(traced, return_shape=True)(init, x)
+        x = jax.tree.map(lambda a: shaped(a.shape[1:], a.dtype, weak=is_weak(jax.typeof(a))), xs)
+        closed, (carry, _) = jax.make_jaxpr(traced, return_shape=True)(init, x)
         if _differ(init, carry):
             init = jax.tree.map(_promoted, init, carry)
             y_trees.clear()
-            closed, (carry, y_like) = jax.make_jaxpr(traced, return_shape=True)(init, x)
+            closed, (carry, _) = jax.make_jaxpr(traced, return_shape=True)(init, x)
         _require_alike(init, carry)
         init = jax.tree.map(strong, init)
         if any(not isinstance(jax.typeof(one), jax.core.ShapedArray) for one in closed.consts):
             raise ArgumentError("f closes over a mutable Ref; return what it would hold as a y")
         const_tree, carry_tree, x_tree = Tree(tuple(closed.consts)), Tree(init), Tree(xs)
-        made = cls(
+        return cls(
             closed.jaxpr,
             const_tree,
             carry_tree,
             x_tree,
             y_trees[0],
-            y_like,
-            const_tree.raw(tuple(map(jnp.asarray, closed.consts))),
+            const_tree.raw(tuple(map(strong, closed.consts))),
             carry_tree.raw(init),
-            x_tree.raw(xs),
+            x_tree.raw(jax.tree.map(strong, xs)),
+            tuple(jax.eval_shape(raw, y) for y in closed.out_avals[len(carry_tree.keys) :]),
+            tuple(map(is_weak, closed.out_avals)),
             n,
             backwards,
         )
-        return made, init
 
     def step(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         """Return the carry and the y of a step."""
@@ -154,8 +159,7 @@ class _Loop:
 
     def blank(self, rows: int) -> Arrays:
         """Return zeros for the ys of some steps."""
-        _, y = jax.eval_shape(self.step, self.consts, self.carry, self.x_like)
-        return tuple(jnp.zeros((rows, *one.shape), one.dtype) for one in y)
+        return tuple(jnp.zeros((rows, *y.shape), y.dtype) for y in self.y_like)
 
     def block(
         self, given: tuple[Arrays, Arrays], first: Any, stop: Any, made: tuple[Arrays, Arrays]
@@ -231,6 +235,14 @@ class _Loop:
     def pullback(self, consts: Arrays) -> Pullback:
         """Return what the gradient of a step is computed from."""
         return Pullback.of(partial(_pulled, self), consts, self.carry, self.x_like)
+
+    def made(self, carry: Arrays, ys: Arrays) -> Any:
+        """Return the last state and the ys as f returns them, their weak types, too."""
+        trees = self.carry_tree.tree(carry), self.y_tree.tree(ys)
+        leaves: list[Any]
+        structure: Any
+        leaves, structure = jax.tree.flatten(trees)
+        return structure.unflatten(map(weakened, leaves, self.weak))
 
     def gradients(
         self, total: Arrays, adjoint: Arrays, x_adjoints: Arrays

@@ -10,6 +10,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core.primitives import convert_element_type_p
 
 from ..errors import ArgumentError, BudgetError
 from ..model.budget import Budget
@@ -37,6 +38,20 @@ def strong(value: object) -> jax.Array:
     """Return an array whose type is not a weak one."""
     array = jnp.asarray(cast(Any, value))
     return array if is_key(array) else lax.convert_element_type(array, array.dtype)
+
+
+def is_weak(kind: object) -> bool:
+    """Whether a type of arrays is a weak one, as that of Python's numbers."""
+    return bool(getattr(kind, "weak_type", False))
+
+
+def weakened(array: jax.Array, weak: bool) -> jax.Array:
+    """Return an array whose type is a weak one, if it is to be that."""
+    if not weak:
+        return array
+    options = {"new_dtype": array.dtype, "weak_type": True, "sharding": None}
+    made: jax.Array = convert_element_type_p.bind(array, **options)
+    return made
 
 
 class Tree:
@@ -161,55 +176,64 @@ class Pullback:
         Those that do.
     """
 
-    _pull: Callable[..., Any]
     given: tuple[object, ...]
+    _consts: Sequence[Any]
+    _step: Any  # a Jaxpr: from consts and what is given to what a step returns and its residuals
+    _fixed: Any  # another, from consts alone to the leaves that are those of every step
     _structure: Any
     moving: tuple[bool, ...]
     like: tuple[jax.ShapeDtypeStruct, ...]
 
     @classmethod
     def of(
-        cls, pull: Callable[..., tuple[object, object]], consts: Arrays, *given: object
+        cls, pull: Callable[..., tuple[Arrays, object]], consts: Arrays, *given: object
     ) -> Pullback:
         """Return what the gradients of steps are computed from.
 
         `pull(consts, *given)` returns what a step returns and its pullback, a pytree; of what is
-        given, shapes are enough.
+        given, shapes are enough.  It is traced, never run with values of another kind.
         """
         given = jax.tree.map(lambda a: shaped(a.shape, a.dtype), given)
         structures: list[Any] = []
 
         def leaves(consts: Arrays, *given: Any) -> list[Any]:
-            found, structure = jax.tree.flatten(pull(consts, *given)[1])
+            after, pulled = pull(consts, *given)
+            found, structure = jax.tree.flatten(pulled)
             structures.append(structure)
-            return found
+            return [*found, *after]
 
-        jaxpr = jax.make_jaxpr(leaves)(consts, *given).jaxpr
+        closed = jax.make_jaxpr(leaves)(consts, *given)
+        jaxpr = closed.jaxpr
+        count = structures[0].num_leaves
+        found, after = jaxpr.outvars[:count], jaxpr.outvars[count:]
         moving = set(map(id, jaxpr.invars[len(consts) :]))
         for equation in jaxpr.eqns:
             if any(id(var) in moving for var in equation.invars):
                 moving.update(map(id, equation.outvars))
-        flags = tuple(id(var) in moving for var in jaxpr.outvars)
-        like = tuple(
-            shaped(var.aval.shape, var.aval.dtype)
-            for var, moves in zip(jaxpr.outvars, flags, strict=True)
-            if moves
+        flags = tuple(id(var) in moving for var in found)
+        residuals = [var for var, moves in zip(found, flags, strict=True) if moves]
+        fixed = [var for var, moves in zip(found, flags, strict=True) if not moves]
+        return cls(
+            given,
+            closed.consts,
+            jaxpr.replace(outvars=[*after, *residuals]),
+            _needed(jaxpr, jaxpr.invars[: len(consts)], fixed),
+            structures[0],
+            flags,
+            tuple(shaped(var.aval.shape, var.aval.dtype) for var in residuals),
         )
-        return cls(pull, given, structures[0], flags, like)
 
     def fixed(self, consts: Arrays) -> list[jax.Array | None]:
         """Return the leaves that are those of every step, None in place of the others."""
-        given = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.given)
-        leaves = zip(jax.tree.leaves(self._pull(consts, *given)[1]), self.moving, strict=True)
-        return [None if moves else leaf for leaf, moves in leaves]
+        left = iter(jax.core.eval_jaxpr(self._fixed, self._consts, *consts))
+        return [None if moves else next(left) for moves in self.moving]
 
     def residuals(self, consts: Arrays, *given: object) -> tuple[Arrays, Arrays]:
         """Return what a step returns, and the leaves that differ from step to step."""
-        after, pulled = self._pull(consts, *given)
-        leaves = zip(jax.tree.leaves(pulled), self.moving, strict=True)
-        found = tuple(leaf for leaf, moves in leaves if moves)
-        assert [(a.shape, a.dtype) for a in found] == [(a.shape, a.dtype) for a in self.like]
-        return after, found
+        leaves = *consts, *jax.tree.leaves(given)
+        made = tuple(jax.core.eval_jaxpr(self._step, self._consts, *leaves))
+        count = len(made) - len(self.like)
+        return made[:count], made[count:]
 
     def blank(self, count: int) -> Arrays:
         """Return room for the residuals of some steps."""
@@ -220,6 +244,16 @@ class Pullback:
         left = iter(residuals)
         leaves = zip(fixed, self.moving, strict=True)
         return self._structure.unflatten([next(left) if moves else leaf for leaf, moves in leaves])
+
+
+def _needed(jaxpr: Any, given: Sequence[Any], made: Sequence[Any]) -> Any:
+    """Return the part of a Jaxpr that makes some of its variables, from a part of its arguments."""
+    needed, equations = set(map(id, made)), []
+    for equation in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(map(id, equation.outvars)):
+            needed.update(map(id, equation.invars))
+            equations.append(equation)
+    return jaxpr.replace(invars=given, outvars=made, eqns=equations[::-1], effects=set())
 
 
 def stop_of(b: jax.Array, every: jax.Array, n: int | jax.Array) -> jax.Array:

@@ -131,19 +131,16 @@ def scan(
     n = _length(xs, length, known=until is None)
     if until is not None and reverse:
         raise ArgumentError("until= finds the last step, where reverse=True would begin; flip xs")
-    loop, init = _Loop.of(f if until is None else _asking(f, until), init, xs, n, reverse)
-    if n:
-        driven = Driven(loop, budget, tiers, planner, progress, asks=until is not None)
+    loop = _Loop.of(f if until is None else _asking(f, until), init, xs, n, reverse)
+    driven = Driven(loop, budget, tiers, planner, progress, asks=until is not None)
 
-        def site(residuals: tuple[jax.ShapeDtypeStruct, ...]) -> Site:
-            _require_inside(tiers, until, planner, progress)
-            return site_of(opened(cast(Any, tiers)), budget, loop.carry, residuals, n)
+    def site(residuals: tuple[jax.ShapeDtypeStruct, ...]) -> Site:
+        _require_inside(tiers, until, planner, progress)
+        return site_of(opened(cast(Any, tiers)), budget, loop.carry, residuals, n)
 
-        carry, rows = loop.run(site, driven.plain, driven.forward)
-        last, ys = loop.carry_tree.tree(carry), loop.y_tree.tree(rows)
-    else:
-        last, ys = init, jax.tree.map(lambda y: jnp.zeros((0, *y.shape), y.dtype), loop.y_like)
-    return cast(tuple[Carry, Y], (last, ys if until is None else cast(Any, ys)[0]))
+    made = loop.run(site, driven.plain, driven.forward) if n else (loop.carry, loop.blank(0))
+    last, ys = loop.made(*made)
+    return last, ys if until is None else ys[0]
 
 
 def _length(xs: Any, length: int | None, *, known: bool) -> int:

@@ -7,6 +7,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -84,6 +85,13 @@ def in_itself(scan, c):
     return scan(step, c, None, length=9)[1].sum()
 
 
+def gradient_of_sums(scan, c):
+    def step(c, x):
+        return jnp.sin(c + jax.lax.pmean(c, "batch") + x), c.sum()
+
+    return jax.grad(lambda c: scan(step, c, XS)[1].sum())(c)
+
+
 def mutating(ref):
     def step(c, x):
         ref[...] = c
@@ -130,8 +138,14 @@ CASES = {
         jax.value_and_grad(lambda w: powers(scan, w, xs=XS[:0])[0].sum())
     )(2.0),
     "weak type": lambda scan: jax.jit(
-        jax.grad(lambda w: scan(lambda c, x: (c * w, c), 1.0, length=9)[0])
+        jax.value_and_grad(lambda w: scan(lambda c, x: (c * w, c), 1.0, length=9), has_aux=True)
     )(1.1),
+    "weak inputs": lambda scan: jax.jit(
+        lambda x: scan(lambda c, x: (c * x, (x, 2 * x)), C0.astype(jnp.bfloat16), x)
+    )(jnp.full(9, 1.5)),
+    "weak type of no steps": lambda scan: jax.jit(
+        lambda c: scan(lambda c, x: (2 * c, (c, 1)), c, XS[:0])
+    )(2.0),
     "weak type beside a shorter one": lambda scan: jax.jit(
         jax.value_and_grad(
             lambda x: scan(lambda c, x: (c * x, c * x), 1.0, x)[1].sum().astype(jnp.float32)
@@ -146,6 +160,9 @@ CASES = {
     "numbers of Python": lambda scan: jax.jit(
         lambda x: scan(lambda c, x: (c * x, (1.0, 2, True)), C0, x)
     )(XS),
+    "named axis": lambda scan: jax.jit(
+        jax.vmap(partial(gradient_of_sums, scan), axis_name="batch")
+    )(jnp.stack([C0, 2 * C0, 3 * C0])),
     "no gradient": lambda scan: jax.jit(lambda w: powers(scan, w, length=9))(1.1),
 }
 
@@ -158,7 +175,7 @@ def same(one, other):
     one, other = (jax.tree.leaves(jax.block_until_ready(tree)) for tree in (one, other))
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
-        assert a.dtype == b.dtype
+        assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
@@ -235,6 +252,22 @@ def test_states_that_are_lost_or_corrupted_are_made_again(fails):
     same(found, jax.jit(jax.grad(partial(total, jax.lax.scan)))(c))
     told = mjax.last_report()
     assert failing.calls and told.lost and told.again
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_steps_are_run_with_their_own_states_alone(compiled):
+    seen = []
+
+    def step(c, x):
+        jax.debug.callback(lambda c: seen.append(float(c)), c)
+        jax.debug.callback(lambda: seen.append("no state"))
+        return c * x, None
+
+    gradient = jax.grad(lambda c: ours("9 slots")(step, c, XS[:9, 0])[0])
+    jax.block_until_ready((jax.jit(gradient) if compiled else gradient)(2.0))
+    jax.effects_barrier()
+    states = jax.lax.scan(lambda c, x: (c * x, c), 2.0, XS[:9, 0])[1]
+    assert Counter(seen) == Counter([*map(float, states), *["no state"] * 9] * 2)
 
 
 def test_a_tier_that_is_full_leaves_states_out():
@@ -360,6 +393,23 @@ def test_refused(case):
     call, kind, told = REFUSED[case]
     with pytest.raises(kind, match=told):
         call()
+
+
+PMAP = """
+import jax, jax.numpy as jnp, multistage.jax as mjax
+def loss(c):
+    options = {"length": 9, "memory": "3 slots", "tiers": "memory:"}
+    return mjax.scan(lambda c, x: (jnp.sin(c), None), c, **options)[0].sum()
+jax.pmap(jax.grad(loss))(jnp.ones((2, 3)))
+"""
+
+
+def test_pmap_is_refused():
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    made = subprocess.run(
+        [sys.executable, "-c", PMAP], capture_output=True, text=True, env=environment
+    )
+    assert "programs for one device, this one is for 2" in made.stderr
 
 
 @pytest.mark.parametrize("between", [lambda: None, mjax.clear], ids=["", "cleared"])
