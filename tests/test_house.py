@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 60_837,
+    "package_lines": 60_842,
     "classes": 479,
-    "functions": 3838,
+    "functions": 3843,
     "files_under_60": 4,
-    "import_lines": 3494,
+    "import_lines": 3499,
     "twins": 0,
-    "test_lines": 55_568,
+    "test_lines": 55_688,
 }
 
 

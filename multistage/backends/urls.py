@@ -110,6 +110,7 @@ _KNOWN = (
 )
 # The object stores that are called by their own names; all else through `fsspec:`.
 _REMOTE = ("s3", "s3a", "gs", "gcs", "az", "abfs", "fsspec")
+_BUFFERS, _REMOTE_BUFFERS = 8 << 20, 64 << 20  # bytes, where a tier does not say
 
 _MEMBERS = sorted({*Store.__annotations__, *(n for n in vars(Store) if not n.startswith("_"))})
 
@@ -139,7 +140,7 @@ def tier_names(tiers: Tiers | None) -> tuple[TierName, ...]:
     return (cast(TierName, tiers),)  # `open_store` says so if it is none
 
 
-def open_store(tier: TierName) -> Store:
+def open_store(tier: TierName, most_buffer_bytes: int = _REMOTE_BUFFERS) -> Store:
     """Return the store a string names; a store is returned as it is.
 
     Parameters
@@ -158,6 +159,8 @@ def open_store(tier: TierName) -> Store:
         `tolerance=1e-6`, which makes the adjoint inexact.  Or `ONE + OTHER`, with spaces: two
         or more that states are striped over.  Or `UPPER > LOWER`, a cascade of two or more of all
         these.  A `>` in a path is written %3E, a `+` between spaces %2B, a `#` %23.
+    most_buffer_bytes : int
+        The most that `buffers` is where the tier does not say.
 
     Raises
     ------
@@ -177,7 +180,7 @@ def open_store(tier: TierName) -> Store:
     'file+file'
     """
     if isinstance(tier, os.PathLike):
-        return FileStore(os.fsdecode(tier))
+        return FileStore(os.fsdecode(tier), buffer_bytes=min(_BUFFERS, most_buffer_bytes))
     if not isinstance(tier, str):
         if not (hasattr(tier, "put") and hasattr(tier, "open")):  # a NumPy array has a put
             raise ArgumentError(f"tier={tier!r} must be a string, a path or a store")
@@ -187,7 +190,7 @@ def open_store(tier: TierName) -> Store:
                 "class from multistage.backends.BaseStore, which answers for simple stores"
             )
         return tier
-    return _cascade(tier)
+    return _cascade(tier, most_buffer_bytes)
 
 
 def engines_of(tier: TierName) -> list[TierName]:
@@ -209,21 +212,21 @@ def engines_of(tier: TierName) -> list[TierName]:
     return [tier]
 
 
-def _cascade(tier: str) -> Store:
-    *upper, lower = [_striped(name) for name in _sides(tier, ">", r">")]
+def _cascade(tier: str, most: int) -> Store:
+    *upper, lower = [_striped(name, most) for name in _sides(tier, ">", r">")]
     found: Store = lower
     for level in reversed(upper):
         found = CascadeStore(level, found)
     return found
 
 
-def _striped(tier: str) -> Store:
+def _striped(tier: str, most: int) -> Store:
     names = _sides(tier, "+", r"\s\+(?=\s|$)|^\+(?=\s)")
     if len(names) == 1:
-        return _store(tier)
+        return _store(tier, most)
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ArgumentError(f"tier {told(tier)} names {told(twice)} twice; name two devices")
-    return StripedStore(*map(_store, names))
+    return StripedStore(*(_store(name, most) for name in names))
 
 
 def _sides(tier: str, sign: str, pattern: str) -> list[str]:
@@ -234,13 +237,15 @@ def _sides(tier: str, sign: str, pattern: str) -> list[str]:
     return names
 
 
-def _store(tier: str) -> StreamedStore:
+def _store(tier: str, most: int) -> StreamedStore:
     url = TierUrl(tier)
     capacity, buffers, queue = url.size("capacity"), url.size("buffers"), url.number("queue")
     threads = url.number("threads")
+    if buffers is None:
+        buffers = min(_REMOTE_BUFFERS if url.scheme in _REMOTE else _BUFFERS, most)
     options: _Options = {
         "capacity_bytes": capacity,
-        "buffer_bytes": (64 if url.scheme in _REMOTE else 8) << 20 if buffers is None else buffers,
+        "buffer_bytes": buffers,
         "queue_depth": 2 if queue is None else queue,
         "threads": 2 if threads is None else threads,
         "cpus": url.option("cpus"),

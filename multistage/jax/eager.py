@@ -2,8 +2,9 @@
 
 A step of the reversal is a block of the loop's steps, one call of a compiled program, so that
 what Python takes for it does not count.  A block is as long as the residuals of its steps fit
-half the memory; the other half is for states between blocks.  Nothing writes to arrays of JAX: a
-checkpoint in fast memory is a reference, and a store is given NumPy's views of the bytes.
+half the memory, or most of it where there is a tier; the rest is for states between blocks.
+Nothing writes to arrays of JAX: a checkpoint in fast memory is a reference, and a store is given
+NumPy's views of the bytes.
 
 What is compiled serves all loops with the same jaxpr, wherever their functions were made: a
 training step that is not compiled itself makes its closures anew each time.
@@ -12,6 +13,7 @@ training step that is not compiled itself makes its closures anew each time.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
@@ -25,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..backends.base import Store
 from ..backends.urls import Tiers, open_store, tier_names
 from ..errors import ArgumentError, BudgetError
 from ..model.budget import Budget
@@ -40,27 +43,40 @@ from .loop import Reverse, _Loop
 from .pullbacks import Pullback, nbytes, put, varies, varying
 
 _MOST_STEPS, _LEAST_BLOCKS = 1024, 16  # of a block; of a loop, for a tier to write beside
+_FEW = 4  # states in memory, beside a tier
+_BUFFERS = 8  # part of the memory that is for those of tiers, unless these say otherwise
 _PROGRAMS = 64  # kept
 _NO_STEPS = np.int32(0), np.int32(0)
 _NOTHING = np.zeros(1, np.uint8)  # what a store has of a carry without arrays
 
 
 def _fit(
-    budget: Budget, state_bytes: int, step_bytes: int, buffer_bytes: int, steps: int
+    budget: Budget, state_bytes: int, step_bytes: int, buffers: Callable[[int], int], steps: int
 ) -> tuple[int, Budget]:
-    """Return the steps of a block, and what is left for states.  Raises BudgetError."""
+    """Return the steps of a block, and what is left for states.  Raises BudgetError.
+
+    `buffers(limit)` are the bytes of the tiers' buffers within a limit.
+    """
     if budget.slots is not None:
         return min(budget.slots, steps), budget
     limit = budget.bytes_of(lambda: 0)
-    least = step_bytes + 2 * state_bytes + buffer_bytes
-    if limit < least:
+
+    def least_of(limit: int) -> int:
+        return step_bytes + 2 * state_bytes + buffers(limit)
+
+    if limit < (least := least_of(limit)):
+        while least < (more := least_of(least)):  # buffers grow with the limit
+            least = more
         raise BudgetError.below(
             f"memory={limit} bytes < {least} bytes ({format_bytes(least)}), which a block of one "
-            f"step, state 0, a state and {buffer_bytes} bytes of the tiers' buffers take; raise "
-            "the budget, or give a tier fewer, as in 'file:///scratch?buffers=1MiB'",
+            f"step, state 0, a state and {buffers(least)} bytes of the tiers' buffers take; raise "
+            "the budget",
             least,
         )
-    room = max(step_bytes, (limit - 2 * state_bytes - buffer_bytes) // 2)
+    left = limit - 2 * state_bytes - (taken := buffers(limit))
+    # A tier has room for states; those ahead and behind are still in memory.
+    states = min(left // 2, max(_FEW * state_bytes, limit // _BUFFERS)) if taken else left // 2
+    room = max(step_bytes, left - states)
     every = min(room // step_bytes, _MOST_STEPS, -(-steps // _LEAST_BLOCKS))
     return every, Budget(bytes=limit - every * step_bytes - state_bytes)
 
@@ -191,13 +207,6 @@ class _Program:
         """What the gradient of a step is computed from."""
         return self.loop.pullback(self.loop.consts)
 
-    @cached_property
-    def y_like(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of the y of a step."""
-        loop = self.loop
-        _, y = jax.eval_shape(loop.step, loop.consts, loop.carry, loop.x_like)
-        return cast(tuple[jax.ShapeDtypeStruct, ...], y)
-
 
 _programs: OrderedDict[Hashable, _Program] = OrderedDict()
 
@@ -275,12 +284,16 @@ def _same(value: Any, kept: list[object], *, derived: bool = True) -> Hashable:
 def _params(eqn: Any, kept: list[object], *, derived: bool) -> dict[str, Any]:
     """Return the parameters of an operation; a custom derivative, a function, as its jaxpr."""
     found: dict[str, Any] = eqn.params
+    if str(found.get("target_name")).startswith("multistage_"):  # of a loop in a step
+        attributes = tuple(pair for pair in found["attributes"] if pair[0] != "site")
+        return {**found, "attributes": attributes}
     given, made = ([atom.aval for atom in some] for some in (eqn.invars, eqn.outvars))
-    is_custom = eqn.primitive.name.startswith("custom_") and not found.get("symbolic_zeros")
     jaxprs = {name: one for name, one in found.items() if isinstance(one, jax_core.ClosedJaxpr)}
-    if not (is_custom and jaxprs and all(map(varies, made))):
+    if not (eqn.primitive.name.startswith("custom_") and jaxprs):
         return found
     if derived:
+        if found.get("symbolic_zeros") or not all(map(varies, made)):
+            return found
         atoms = [jax_core.Var(aval) for aval in given]
         said = next(iter(jaxprs.values())).jaxpr.debug_info
 
@@ -306,22 +319,28 @@ class _Blocks:
     ----------
     n : int or None
         Steps; None while they are not known.
+    first : tuple of arrays
+        State 0.
     """
 
     in_place, state_is_tape, one_tape = False, True, False
 
-    def __init__(self, program: _Program, every: int, consts: Arrays, xs: Arrays) -> None:
+    def __init__(
+        self, program: _Program, every: int, consts: Arrays, first: Arrays, xs: Arrays
+    ) -> None:
         self._program, self._every, self._consts, self._xs = program, every, consts, xs
+        # What programs make is committed to a device if anything is that they are given.
+        placed = [a.sharding for a in (*consts, *first, *xs) if a.committed]
+        place = next((one for one in placed if len(one.device_set) == 1), None)
+        self._placed: Callable[[Any], Any] = partial(jax.device_put, device=place)
+        self.first: Arrays = self._placed(first)
         self._most = program.loop.steps
         self.n = None if program.asks else self._most
         self._reached = 0
         self._rows = min(self._most, _LEAST_BLOCKS * every) if program.asks else self._most
-        self._ys: Arrays = self._blank()
+        self._ys: Arrays = self._placed(program.loop.blank(self._rows))
         self._given_y: Arrays = ()
         self._made: Any = ()
-
-    def _blank(self) -> Arrays:
-        return tuple(jnp.zeros((self._rows, *y.shape), y.dtype) for y in self._program.y_like)
 
     def _span(self, b: int) -> tuple[np.int32, np.int32]:
         stop = min((b + 1) * self._every, self._most if self.n is None else self.n)
@@ -338,15 +357,16 @@ class _Blocks:
             _wait((state, self._ys))
         return state
 
-    def compile(self, state: Arrays) -> None:
+    def compile(self) -> None:
         """Run no steps, so that the times of blocks are not those of XLA's compiler."""
-        given = self._consts, self._xs, state, self._ys
+        given = self._consts, self._xs, self.first, self._ys
         *_, self._ys = self._program.front(*given, *_NO_STEPS)
 
     def _front(self, state: Arrays, first: np.int32, end: np.int32) -> Arrays:
         program, given = self._program, (self._consts, self._xs)
         if end > self._rows:
-            self._ys = tuple(map(jnp.concatenate, zip(self._ys, self._blank(), strict=True)))
+            more = self._placed(program.loop.blank(self._rows))
+            self._ys = tuple(map(jnp.concatenate, zip(self._ys, more, strict=True)))
             self._rows *= 2
         done, ended, state, self._ys = program.front(*given, state, self._ys, first, end)
         if program.asks and (ended or end == self._most):
@@ -375,10 +395,10 @@ class _Blocks:
             given_y = tuple(jnp.pad(a, more + [(0, 0)] * (a.ndim - 1)) for a in given_y)
         zeros = (tuple(map(jnp.zeros_like, varying(a))) for a in (self._consts, self._xs))
         self._given_y = given_y
-        self._made = (*zeros, self._program.pullback.blank(self._every))
-        blank = tuple(jnp.zeros(a.shape, a.dtype) for a in self._program.loop.carry)
-        self._program.again(self._consts, self._xs, blank, *_NO_STEPS)  # or XLA would be timed
-        return self._turned(blank, adjoint, *_NO_STEPS)
+        made = *zeros, self._program.pullback.blank(self._every)
+        adjoint, self._made = self._placed((adjoint, made))
+        self._program.again(self._consts, self._xs, self.first, *_NO_STEPS)  # as in `compile`
+        return self._turned(self.first, adjoint, *_NO_STEPS)
 
     def reverse(self, tape: object, adjoint: Arrays, step: int) -> Arrays:
         """Turn the steps of a block."""
@@ -393,7 +413,7 @@ class _Blocks:
     def ended(self) -> tuple[Arrays, Arrays]:
         """Return the gradients by what f closes over and by xs; let all arrays go."""
         total, x_adjoints, _ = self._made
-        self._consts = self._xs = self._given_y = self._made = ()
+        self._consts = self.first = self._xs = self._given_y = self._made = ()
         return total, x_adjoints
 
 
@@ -417,7 +437,10 @@ def _pullback(
             )
         # Else programs would be compiled again.
         with nullcontext() if _is_x64() == x64 else jax.enable_x64(x64):
-            blocks, run = ready.pop() if ready else begun()[1:]
+            try:
+                blocks, run = ready.pop()  # one thread has it
+            except IndexError:
+                _, blocks, run = begun()
             with run:
                 adjoint, by_ys = (
                     tuple(a for a in some if a.dtype != jax.dtypes.float0) for some in cotangents
@@ -457,8 +480,8 @@ class Driven:
 
     def plain(self, consts: Arrays, carry: Arrays, xs: Arrays) -> tuple[Arrays, Arrays]:
         """Return the last carry and the ys."""
-        blocks = _Blocks(self._program(), min(self.loop.steps, _MOST_STEPS), consts, xs)
-        b = 0
+        blocks = _Blocks(self._program(), min(self.loop.steps, _MOST_STEPS), consts, carry, xs)
+        b, carry = 0, blocks.first
         while blocks.left(b):
             carry = blocks.advance(carry, b, b + 1)
             b += 1
@@ -474,27 +497,33 @@ class Driven:
                 "several; put them on one, or use jax.lax.scan with jax.checkpoint"
             )
         program, layout = self._program(), _Layout.of_carry(carry)
-        stores = tuple(map(open_store, tier_names(self.tiers)))
-        buffer_bytes = sum(store.buffer_bytes(layout) for store in stores)
+        tiers = tier_names(self.tiers)
         step_bytes, steps = nbytes(program.pullback.like), self.loop.steps
-        every, memory = _fit(self.budget, layout.nbytes, step_bytes, buffer_bytes, steps)
-        key = every, tuple(store.name for store in stores)
+
+        def stores(limit: int) -> tuple[Store, ...]:
+            return tuple(open_store(tier, limit // (_BUFFERS * len(tiers))) for tier in tiers)
+
+        def buffers(limit: int) -> int:
+            return sum(store.buffer_bytes(layout) for store in stores(limit))
+
+        every, memory = _fit(self.budget, layout.nbytes, step_bytes, buffers, steps)
+        key = every, tuple(store.name for store in stores(0))
 
         def begun() -> _Begun:
-            blocks = _Blocks(program, every, consts, xs)
-            blocks.compile(carry)
+            blocks = _Blocks(program, every, consts, carry, xs)
+            blocks.compile()
             run: Reversal[Arrays, Arrays] = Reversal(
                 blocks,
                 n_steps=None if self.asks else -(-steps // every),
                 memory=memory,
-                tiers=stores,
+                tiers=stores(self.budget.bytes or sys.maxsize),  # its own: others may run now
                 planner=self.planner,
                 costs=None if isinstance(self.planner, Plan) else program.costs.get(key),
                 progress=self.progress,
                 states=cast(Any, _States()),
             )
             until = (lambda _, b: not blocks.left(b)) if self.asks else None
-            return run.forward(carry, until), blocks, run
+            return run.forward(blocks.first, until), blocks, run
 
         last, blocks, run = begun()
         learn = partial(program.costs.__setitem__, key)

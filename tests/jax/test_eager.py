@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -48,7 +49,7 @@ def same(one, other):
     one, other = map(jax.tree.leaves, (one, other))
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert (a.dtype, a.weak_type, a.shape) == (b.dtype, b.weak_type, b.shape)
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
@@ -63,6 +64,16 @@ def of_tokens(scan, c, xs):
 
     (_, h, _), (_, y, _) = scan(step, (jax.random.key(3), c, 0), xs)
     return h.sum() + y.sum()
+
+
+def in_itself(scan, c):
+    def step(c, _):
+        last, _ = mjax.scan(
+            lambda c, x: (jnp.sin(W @ c + x), None), c, XS[:7], memory="3 slots", tiers="memory:"
+        )
+        return last, last.sum()
+
+    return scan(step, c, None, length=9)[1].sum()
 
 
 def powers(scan, w, xs=None, **options):
@@ -86,9 +97,9 @@ CASES = {
         2.0
     ),
     "no steps": lambda scan: jax.value_and_grad(lambda w: powers(scan, w, XS[:0])[0].sum())(2.0),
-    "weak type": lambda scan: jax.grad(lambda w: scan(lambda c, x: (c * w, c), 1.0, length=9)[0])(
-        1.1
-    ),
+    "weak type": lambda scan: jax.value_and_grad(
+        lambda w: scan(lambda c, x: (c * w, c), 1.0, length=9), has_aux=True
+    )(1.1),
     "of NumPy": lambda scan: jax.grad(
         lambda w: scan(lambda c, x: (c * w + x, c), np.float32(2), np.ones(9, np.float32))[0]
     )(1.1),
@@ -187,13 +198,31 @@ def test_until_may_close_over_what_there_is_a_gradient_by_and_ends_with_xs():
     assert ys.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_loops_with_one_jaxpr_are_compiled_once():
+COMPILED_ONCE = {
+    "at first": lambda scan, c: jax.grad(partial(of_tokens, scan))(c, XS),
+    "on a device": lambda scan, c: jax.grad(partial(loss, scan, W))(
+        c, jax.device_put(XS, jax.devices()[0])
+    ),
+    "in itself": lambda scan, c: jax.grad(partial(in_itself, scan))(c),
+}
+
+
+@pytest.mark.parametrize("case", COMPILED_ONCE)
+def test_loops_with_one_jaxpr_are_compiled_once(case):
     eager._programs.clear()
+    compiled = []
+
+    def heard(event, _duration, **_):
+        compiled.append(event)
+
     for scale in (1.0, 2.0, 3.0):
-        jax.grad(partial(of_tokens, ours()))(scale * C0, XS)
+        COMPILED_ONCE[case](ours("3 slots", "memory:", planner="streaming"), scale * C0)
+        mjax.clear()
+        if scale == 1.0:
+            jax.monitoring.register_event_duration_secs_listener(heard)
+    jax.monitoring.unregister_event_duration_listener(heard)
+    assert not [event for event in compiled if "backend_compile" in event]
     (program,) = eager._programs.values()
-    for name in ("front", "again", "turn"):
-        assert getattr(program, name)._cache_size() <= 1
     assert program.costs
 
 
@@ -287,6 +316,17 @@ def test_a_pullback_may_be_called_again(tmp_path):
         same(pull(cotangent), expected(cotangent))
 
 
+def test_a_pullback_may_be_called_by_several_threads_at_once(tmp_path):
+    pull, expected = (
+        jax.vjp(partial(loss, scan), W, C0, XS)[1]
+        for scan in (ours("2 slots", tmp_path), jax.lax.scan)
+    )
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(pull, [1.0] * 12))
+    for one in found:
+        same(one, expected(1.0))
+
+
 def test_a_store_serves_one_loop_at_a_time():
     scan = ours("2 slots", MemoryStore())
     with pytest.raises(StoreError, match="holds"):
@@ -352,11 +392,21 @@ def test_refused(case):
     mjax.clear()
 
 
-def test_no_room_names_the_least():
+SMALL = (None, "memory:", "file:.", "memory:8KiB > file:.", "memory: + file:.")
+
+
+@pytest.mark.parametrize("tiers", SMALL)
+def test_no_room_names_the_least_and_buffers_of_tiers_shrink_with_the_budget(
+    tiers, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(BudgetError, match="100 bytes < ") as caught:
-        gradient(ours(100))(W, C0, XS)
+        gradient(ours(100, tiers))(W, C0, XS)
     least = caught.value.least_bytes
-    same(gradient(ours(least))(W, C0, XS), gradient(jax.lax.scan)(W, C0, XS))
+    assert least < 256 << 10
+    expected = gradient(jax.lax.scan)(W, C0, XS)
+    for memory in (least, "256 KiB", "1 MiB"):
+        same(gradient(ours(memory, tiers))(W, C0, XS), expected)
 
 
 def test_under_vmap_and_checkpoint_the_loop_runs_as_in_a_program():
