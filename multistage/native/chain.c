@@ -287,7 +287,7 @@ int64_t ms_chain_solve(const chain_t *chain, const int32_t *none, float *table,
 void ms_chain_none(const chain_t *c, int32_t *none, int64_t most)
 {
     for (int64_t s = 0; s < c->n; s++) {
-        int64_t peak = 0;
+        int64_t peak = INT64_MIN; /* overheads may be negative: see `Sizes.beside` */
         none[row(c->n, s) + s] = 0;
         for (int64_t t = s + 1; t < c->n; t++) {
             const int64_t j = t - 1; /* the last stage run forward before stage t is reached */

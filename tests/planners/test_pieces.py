@@ -38,7 +38,6 @@ def few_at_once(monkeypatch):
     monkeypatch.setattr(heterogeneous, "most_stages", lambda _resolution=0: 40)
     monkeypatch.setattr(heterogeneous, "BLOCKS", (30, 10))
     monkeypatch.setattr(pieces, "BLOCKS", (30, 10))
-    monkeypatch.setattr(pieces, "_PIECE", 20)
     monkeypatch.setattr(pieces, "MOST_AT_ONCE", 40)
 
 

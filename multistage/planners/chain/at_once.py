@@ -28,8 +28,9 @@ from ..base import Plan, plain_use, store_all_schedule
 from .joint import plan_joint, smallest_with_tier
 from .joint_bound import Dual, without_loss
 from .memory import actions_of, periodic, too_small, ways_of
+from .nested import middling, plan_nested
 from .sizes import Sizes
-from .table import FLOAT_ERROR, Table, Trace, default_threads, judge, smallest
+from .table import FLOAT_ERROR, MORE, Table, Trace, default_threads, judge, smallest
 
 # What `plan_chain` offers; plans that `pieces` makes of chains too long for it or not known.
 ChainPlanner = Literal["auto", "optimal", "revolve", "periodic", "store-all", "pieces", "survey"]
@@ -111,8 +112,6 @@ class ChainBound:
         return self._plain_s + least - price * (memory - self._last) - rounding
 
 
-# Schedules of more slots than the limit has may fit: sizes were rounded up too.
-MORE = 1.15
 # Ratio of neighbouring rungs of the ladder of limits.
 _RUNG = 1.3
 # Of a rung's slots, if sizes are rounded less by it.
@@ -269,12 +268,20 @@ def plan_at_once(
     if within >= least:
         trace = ladder.best(within, trace, progress)
         rivals[0] = Plan.judged(planner, given.by(ways_of(trace)), limit, actions_of(trace))
+        if finer := _finer(true, within, resolution, tapes):
+            rivals[0] = fastest([rivals[0], made(finer)])
     rivals += [None if actions is None else made(actions, rates) for actions in away]
     best = fastest(rivals)  # every state in the tier fits, where nothing else does
     if rates is None:
         return best
     without, _, offloading = rivals
     return beside(best, rates, without, offloading)
+
+
+def _finer(true: Sizes, within: int, resolution: int, tapes: bool) -> list[Action] | None:
+    """Return another plan if states are less than a slot, as they count as nothing there."""
+    coarse = resolution * middling(true) < within
+    return plan_nested(true, within, tapes=tapes) if coarse else None
 
 
 def fastest(plans: Iterable[Plan | None]) -> Plan:

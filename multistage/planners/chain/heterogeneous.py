@@ -27,7 +27,9 @@ that fits is taken.  So the limit is never exceeded, and rounding costs next to
 nothing.  The slots' sizes come from a fixed ladder, of which all rungs below
 the limit are considered; a schedule that one limit finds is therefore found by
 every larger one, and more memory never makes a plan slower.  Rungs that cannot
-be better, by a bound from sizes rounded down, are not solved.
+be better, by a bound from sizes rounded down, are not solved.  Where one tape is so huge
+that states are less than a slot, `planners.chain.nested` plans the chain too, whose
+schedules do depend on the limit.
 
 A chain of more than some 1000 stages, whose table would take more than 1.25 GiB, is planned
 in pieces and in blocks of stages; see `planners.chain.pieces`.
@@ -52,14 +54,14 @@ from ...support.values import shown
 from ...support.values import whole as whole_number
 from ..base import Plan, plain_use
 from .at_once import CHAIN_PLANNERS as CHAIN_PLANNERS
-from .at_once import MORE, least_memory, most_stages, plan_at_once, table_bytes
 from .at_once import SLOTS as SLOTS
 from .at_once import ChainPlanner as ChainPlanner
+from .at_once import least_memory, most_stages, plan_at_once, table_bytes
 from .grouped import in_groups
 from .joint_core import require_core
 from .pieces import BLOCKS, least_in_pieces, plan_in_pieces
 from .sizes import Sizes
-from .table import Table, default_threads, judge, smallest
+from .table import MORE, Table, default_threads, judge, smallest
 
 _MOST_SLOTS, _MOST_THREADS = 1 << 20, 1024
 

@@ -54,7 +54,7 @@ from .joint_core import (
     Program,
     actions_of_laid,
 )
-from .sizes import Sizes, need_to_tape
+from .sizes import MOST_BYTES, Sizes, need_to_tape
 from .table import Table
 
 # Of chains of more stages: fewer programs, and fewer moves.
@@ -82,8 +82,6 @@ _PARTS = (1.0, 0.75, 0.5)
 _STEPS, _FEWEST_STEPS, _VALUES = 48, 16, 27_000_000
 _POOL = 6
 SEED = 3
-# Beyond so many bytes in all, sums of sizes might not fit the core's integers.
-MOST_BYTES = 2**61
 # The programs' parameters: price of reading, staging, fineness, and the reserve: none, a
 # middling state, the largest state, a middling tape.  Chosen one after the other, each as
 # the best beside those before it, from 68 for 40 chains, memories and tiers.
@@ -164,9 +162,7 @@ def plan_joint(
 
 def is_plannable(true: Sizes) -> bool:
     """Whether sums of the sizes fit the core's integers, and stages take time."""
-    sizes = (true.state, true.gradient, true.tape, true.advance, true.taping, true.reverse)
-    total = sum(int(size) for array in sizes for size in array)
-    return total < MOST_BYTES and float(true.forward_s.sum()) > 0
+    return true.is_countable() and float(true.forward_s.sum()) > 0
 
 
 def smallest_with_tier(true: Sizes, rates: Tier) -> int:

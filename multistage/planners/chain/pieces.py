@@ -2,10 +2,7 @@
 
 plan
     `plan_at_once`, the optimal dynamic program, for as many steps as it solves in
-    seconds.  Longer computations are cut: half of the memory holds states at equal
-    shares of the forward time, where possible small ones, and each piece between two of
-    them is planned with what is left, cut again if need be.  Known gap: the cuts are
-    not optimal.
+    seconds.  More are divided into blocks, see `planners.chain.nested`.
 blocks
     The dynamic program over blocks of steps, each taped as a whole or not at all.  Needs
     memory for the tapes of a block.
@@ -21,7 +18,6 @@ A *room* is memory beyond the least in which the steps at hand can be reversed a
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
@@ -43,19 +39,19 @@ from ..base import Plan
 from ..single.binomial import forward_and_reverse, reverse_actions
 from .at_once import SLOTS, beside, fastest, least_memory, plan_at_once
 from .grouped import in_groups, plan_grouped
-from .memory import left_to_reverse, shifted
+from .memory import shifted
+from .nested import plan_nested
+from .sizes import Sizes
 
 PersistentPlanner: TypeAlias = Literal["optimal", "revolve"]
 # Steps that are planned at once: their dynamic program takes a second, if those of more
 # than `_FINE` are solved for fewer slots of memory.
 MOST_AT_ONCE, _FINE, _FEWER = 200, 80, 200
-_PIECE = 100
 # Steps that are planned at once together with a tier, in a second or two.
 MOST_STREAMED = 340
 # Numbers of blocks that are tried; of chains that `plan_chain` plans in pieces.
 _COUNTS = (MOST_AT_ONCE, MOST_AT_ONCE // 3)
 BLOCKS = (600, 200, 60)
-_SMALLER = 0.25  # how far from its place a smaller state is looked for, in spacings
 
 
 def part(costs: StageCosts, start: int, stop: int) -> StageCosts:
@@ -71,7 +67,19 @@ def plan(
 
     State 0 is held by the caller; the steps are called first, first + 1, ...
     """
-    yield from _pieces(costs, 0, len(costs.stages), room_bytes, planner, first)
+    n = len(costs.stages)
+    whole = n <= MOST_AT_ONCE
+    memory = room_bytes + (least_memory(costs, planner) if whole else least_in_pieces(costs))
+    actions: Iterable[Action] | None
+    if whole:
+        actions = plan_at_once(costs, memory, planner, resolution=_slots(costs)).actions
+    else:
+        limit = memory - costs.input_bytes
+        actions = plan_nested(Sizes.of(costs), limit, tapes=planner == "optimal")
+    if actions is None:  # each from the start
+        actions = forward_and_reverse(reverse_actions(0, n, 0, keep_first=True))
+    for action in actions:
+        yield shifted(action, first)
 
 
 def chain_plan(
@@ -140,7 +148,7 @@ def plan_in_pieces(
             least,
         )
     candidates: list[tuple[Iterable[Action], Tier | None]] = [
-        (plan(costs, min(memory, most) - least, planner), None)
+        (plan(costs, memory - least, planner), None)
     ]
     tried = counts or BLOCKS if planner == "optimal" else ()
     candidates += ((_in_blocks(costs, memory, count), None) for count in tried)
@@ -195,77 +203,6 @@ def least_in_pieces(costs: StageCosts) -> int:
         most = max(most, before + max(here))
         before, gradient = stage.output_bytes, stage.gradient_bytes
     return costs.input_bytes + most
-
-
-def _pieces(
-    costs: StageCosts, start: int, stop: int, room: int, planner: PersistentPlanner, first: int
-) -> Iterator[Action]:
-    if stop - start <= (MOST_AT_ONCE if stop - start == len(costs.stages) else _PIECE):
-        yield from _at_once(costs, start, stop, room, planner, first)
-        return
-    cuts = _cuts(costs, start, stop, room // 2) or _cuts(costs, start, stop, room)
-    if not cuts:
-        each = reverse_actions(first + start, first + stop, 0, keep_first=True)  # from the start
-        yield from forward_and_reverse(each) if stop == len(costs.stages) else each
-        return
-    live = start
-    for cut in cuts:
-        yield Advance(first + live, first + cut)
-        yield Save(first + cut)
-        live = cut
-    held = sum(costs.stages[cut - 1].output_bytes for cut in cuts)
-    end = stop
-    for begin in reversed([start, *cuts]):
-        if begin != live:
-            yield Load(first + begin)
-        yield from _pieces(costs, begin, end, max(0, room - held), planner, first)
-        if begin != start:
-            held -= costs.stages[begin - 1].output_bytes
-            yield Free(first + begin)
-        end = begin
-
-
-def _at_once(
-    costs: StageCosts, start: int, stop: int, room: int, planner: PersistentPlanner, first: int
-) -> Iterator[Action]:
-    """Yield the actions of one piece; with `EndForward` where it is the last."""
-    last = stop == len(costs.stages)
-    piece = part(costs, start, stop)
-    memory = least_memory(piece, planner) + room
-    planned = plan_at_once(piece, memory, planner, resolution=_slots(piece))
-    within = planned.actions if last else left_to_reverse(without_end(planned.actions))
-    for action in within:
-        yield shifted(action, first + start)
-
-
-def without_end(actions: Iterable[Action]) -> Iterator[Action]:
-    """Yield actions of a sweep whose forward part has ended before."""
-    return (action for action in actions if not isinstance(action, EndForward))
-
-
-def _cuts(costs: StageCosts, start: int, stop: int, room: int) -> list[int]:
-    """Return states to keep at about equal shares of the time, as many as fit or are needed."""
-    stages = costs.stages[start:stop]
-    wanted = -(-(stop - start) // _PIECE) - 1
-    # Of steps that take no time each counts the same.
-    total = sum(stage.forward_s for stage in stages)
-    shares = [stage.forward_s / total if total else 1 / len(stages) for stage in stages]
-    ends = list(itertools.accumulate(shares))  # the share of the time up to the state after each
-    for count in range(max(1, wanted), 0, -1):
-        cuts: list[int] = []
-        k = 0
-        for number in range(1, count + 1):
-            low, high = ((number + off) / (count + 1) for off in (-_SMALLER, _SMALLER))
-            near: list[int] = []
-            while k < len(ends) - 1 and (ends[k] <= high or not near):
-                if ends[k] >= low:
-                    near.append(k)
-                k += 1
-            if near:
-                cuts.append(start + 1 + min(near, key=lambda j: stages[j].output_bytes))
-        if sum(costs.stages[cut - 1].output_bytes for cut in cuts) <= room:
-            return sorted(set(cuts))
-    return []
 
 
 def survey(
@@ -323,3 +260,8 @@ def _reversed(
     costs: StageCosts, room: int, planner: PersistentPlanner, first: int
 ) -> Iterator[Action]:
     yield from without_end(plan(costs, room, planner, first=first))
+
+
+def without_end(actions: Iterable[Action]) -> Iterator[Action]:
+    """Yield actions of a sweep whose forward part has ended before."""
+    return (action for action in actions if not isinstance(action, EndForward))

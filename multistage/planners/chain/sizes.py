@@ -12,6 +12,8 @@ from ...model.stages import StageCosts
 from ...support.arrays import Integers, Reals
 
 MAX_SLOTS = 1 << 30
+# Beyond so many bytes in all, sums of sizes might not fit integers of 64 bits.
+MOST_BYTES = 2**61
 
 
 class Kept(NamedTuple):
@@ -66,6 +68,11 @@ class Sizes:
     def __len__(self) -> int:
         return len(self.tape)
 
+    def is_countable(self) -> bool:
+        """Whether sums of the sizes fit integers of 64 bits."""
+        sizes = (self.state, self.gradient, self.tape, self.advance, self.taping, self.reverse)
+        return sum(int(size) for array in sizes for size in array) < MOST_BYTES
+
     def part(self, start: int, stop: int) -> Sizes:
         """Return the sizes of stages start..stop-1 alone."""
         own, ends = slice(start, stop), slice(start, stop + 1)
@@ -104,6 +111,17 @@ class Sizes:
             )
         )
         return replace(self, tape=tape, taping=taping, reverse=reverse, ways=())
+
+    def beside(self, reserve_bytes: int) -> Sizes:
+        """Return sizes by which running a stage takes less, as much as is held back for it."""
+        advance, taping, reverse = (
+            values - reserve_bytes for values in (self.advance, self.taping, self.reverse)
+        )
+        ways = tuple(
+            w._replace(taping=w.taping - reserve_bytes, reverse=w.reverse - reserve_bytes)
+            for w in self.ways
+        )
+        return replace(self, advance=advance, taping=taping, reverse=reverse, ways=ways)
 
     def in_slots(self, unit_bytes: float) -> Sizes:
         """Return the sizes in slots of `unit_bytes`, rounded to the nearest."""

@@ -67,6 +67,8 @@ def _tape_of(sizes: Sizes, way: int, s: int) -> int:
     return int((sizes.ways[way - 1] if way else sizes).tape[s])
 
 
+# Schedules of more slots than the limit has may fit: sizes were rounded up too.
+MORE = 1.15
 INFEASIBLE = -2
 PLANE = 16
 _TILE = 16
