@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from benchmarks.acoustic import Acoustic2D, _laplacian, build
-from multistage import Blocks, FunctionChain, InPlaceChain, Reversal, hessian_vector, testing
+from multistage import (
+    Blocks,
+    FunctionChain,
+    InPlaceChain,
+    Reversal,
+    Stage,
+    StageCosts,
+    hessian_vector,
+    testing,
+)
 from multistage.errors import ArgumentError, StateError
 from multistage.hessian import _Tangents
 
@@ -192,7 +201,11 @@ def test_operators_that_share_a_buffer() -> None:
     assert one.product.tobytes() == product.tobytes()
 
 
-def test_a_durable_run_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "costs",
+    [None, StageCosts.uniform(N, Stage("", 1.0, 1.0, 10_000, 10_000, gradient_bytes=0), 10_000)],
+)
+def test_a_durable_run_resumes(costs: StageCosts | None, tmp_path: Path) -> None:
     class BrokenOff(Exception):
         pass
 
@@ -205,6 +218,7 @@ def test_a_durable_run_resumes(tmp_path: Path) -> None:
         return adjoint_step(x, a, i)
 
     words: dict[str, Any] = {"memory": None, "durable": tmp_path / "run", "durable_every_s": 0}
+    words["costs"] = costs
     with pytest.raises(BrokenOff):
         found(back=breaks, **words)
     gradient, product = by_hand()

@@ -36,6 +36,8 @@ from multistage.reversing.arguments import Arguments
 from multistage.reversing.sweeps import Sweeps
 
 SLOW = Costs(1.0, 1.0, tiers=(Tier("durable", 4.5, 4.5),))
+# Of `simple`, as if its steps differed.
+EQUAL = StageCosts.uniform(20, Stage("", 1.0, 1.0, 24, 24, gradient_bytes=0), 24)
 
 
 @pytest.fixture(autouse=True)
@@ -885,15 +887,14 @@ def test_other_costs_of_unequal_steps(tmp_path: Path) -> None:
 
 
 def test_equal_and_unequal_runs_are_told_apart(tmp_path: Path) -> None:
-    costs = StageCosts.uniform(20, Stage("", 1.0, 1.0, 24, 24, gradient_bytes=0), 24)
     left(tmp_path / "run")
     with pytest.raises(StoreError, match=r"n_steps=20, this run n_steps=20 steps that differ"):
-        simple(tmp_path / "run", costs=costs).forward(np.ones(3))
-    with simple(tmp_path / "other", back=8, costs=costs) as run:  # equal states, given as such
+        simple(tmp_path / "run", costs=EQUAL).forward(np.ones(3))
+    with simple(tmp_path / "other", back=8, costs=EQUAL) as run:
         run.forward(np.ones(3))
         with pytest.raises(BrokenOff):
             run.reverse(np.ones(3))
-    assert np.array_equal(gradient(tmp_path / "other", costs=costs), plain(20))
+    assert np.array_equal(gradient(tmp_path / "other", costs=EQUAL), plain(20))
 
 
 class Patch(NamedTuple):
@@ -961,22 +962,24 @@ def test_a_state_that_cannot_be_written_is_reported(
         flush(run)
         return x * 1.01 + i
 
-    costs = StageCosts.uniform(20, Stage("", 1.0, 1.0, 24, 24, gradient_bytes=0), 24)
     options: Any = {"durable": tmp_path / "run", "durable_every_s": 0, "memory": "99 slots"}
-    with Reversal(step, lambda x, a, i: a * x + i, costs=costs, **options) as run:
+    with Reversal(step, lambda x, a, i: a * x + i, costs=EQUAL, **options) as run:
         with pytest.warns(CheckpointWarning, match="a state cannot be written: .*Input/output"):
             run.forward(np.ones(3))
         assert np.array_equal(run.reverse(np.ones(3)), plain(20))
 
 
-def test_several_functionals_are_resumed_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("costs", [FAST, EQUAL])
+def test_several_functionals_are_resumed_together(
+    costs: Costs | StageCosts, tmp_path: Path
+) -> None:
     seeds, folder = [np.ones(3), np.arange(3.0)], tmp_path / "run"
-    with simple(folder, back=8, functionals=2) as run:
+    with simple(folder, back=8, functionals=2, costs=costs) as run:
         run.forward(np.ones(3))
         with pytest.raises(BrokenOff):
             run.reverse(seeds)
     chain = FunctionChain(lambda x, i: x * 1.01 + i, lambda x, a, i: a * x + i)
-    with simple(folder, functionals=2) as run:
+    with simple(folder, functionals=2, costs=costs) as run:
         run.forward(np.ones(3))
         with pytest.raises(ArgumentError, match="differs from the one this run was reversed with"):
             run.reverse(seeds[::-1])

@@ -17,7 +17,7 @@ from fake_mpi import MPI, Comm, World, run_ranks, succeed
 from multistage import native
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
-from multistage.errors import BudgetError
+from multistage.errors import ArgumentError, BudgetError
 from multistage.interop.mpi import MPIReversal
 from multistage.interop.ranks import Agreed, Ranks, tightest
 from multistage.model.stages import Stage, StageCosts
@@ -184,6 +184,22 @@ def test_a_larger_state_on_one_rank_ends_the_sweep_on_all(where: str) -> None:
 
 
 @core
+def test_a_durable_run_takes_equal_steps(tmp_path: Path) -> None:
+    def refused(comm: Comm) -> None:
+        part = Part(0, comm.rank, comm, 3)
+        with pytest.raises(ArgumentError, match="does not go with durable= on several ranks"):
+            MPIReversal(
+                part.step,
+                part.adjoint_step,
+                costs=part.costs(),
+                comm=comm,
+                on_error="raise",
+                durable=tmp_path,
+            )
+
+    succeed(run_ranks(2, refused))
+
+
 def test_a_plan_for_all_ranks_fits_each_of_them() -> None:
     """Replayed with each rank's own costs it takes no more than that rank's part of the limit."""
     for seed in range(40):

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unequal_chains import Case
 
+from multistage import native
 from multistage.actions import (
     Action,
     Advance,
@@ -23,13 +25,19 @@ from multistage.actions import (
     drive,
 )
 from multistage.execute.executor import Resumed
+from multistage.execute.metered import of_chain
 from multistage.model.costs import Costs
+from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
+from multistage.planners.chain.pieces import least_beside
+from multistage.planners.chain.resumed import resumed_actions
 from multistage.planners.single.binomial import nu
 from multistage.planners.streaming.online import durable_plan, resumed_schedule
 from multistage.planners.streaming.streaming import streaming
 from multistage.schedule.rules import Rules
 from multistage.schedule.simulation import simulate
+
+core = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 
 
 def costs(rho: float, read: float = 1.0, overhead: float = 0.0) -> Costs:
@@ -159,3 +167,45 @@ def test_writes_that_serve_only_to_resume_are_cheap() -> None:
     plan = durable_plan(costs(0.5, overhead=1.0), 1000, 300)
     assert plan.writes == 15
     assert durable_plan(costs(0.5), 1000, 300).writes > 100
+
+
+# ------------------------------------------------------------------- unequal steps
+
+
+@core
+@given(disks(), st.integers(0, 9), st.booleans(), st.randoms(use_true_random=False))
+@settings(max_examples=150, deadline=None)
+def test_what_is_left_of_unequal_steps_is_legal_and_fits(disk, seed, taped, random) -> None:
+    stored, n, slots, end = disk
+    stored = [step for step in stored if step]
+    case = Case(seed, "tape" if taped else "functional", n)
+    costs, slots = of_chain(case.costs, case.chain()), min(slots, 4)
+    rates = random.choice([None, Tier.of_rates(random.choice([50.0, 500.0]), 500.0, tapes=False)])
+    room = slots * costs.largest_state_bytes
+    most = least_beside(costs, "optimal", rates) + room
+    rules, doubt = Rules.in_bytes(costs, recovers=True), random.choice([0.0, 0.0, 0.3])
+    Resumed(tuple(stored), None, end).tell(rules)
+    for action in resumed_actions(costs, room, "optimal", rates, stored, end):
+        answer = rules.usual_answer(action)
+        if isinstance(action, Await):
+            answer = random.random() >= doubt
+        rules.apply(action, answer)
+    rules.finish()
+    assert rules.memory is not None
+    if not doubt:
+        assert rules.memory.peak_bytes <= most
+        assert rules.forward_steps >= (n if end is None else 0) - max(stored, default=0) - 1
+
+
+def test_the_rest_of_a_forward_sweep_has_tokens_of_its_own() -> None:
+    stages = [Stage("", 1.0, 1.0, 100, 100, gradient_bytes=0) for _ in range(12)]
+    costs, tier = StageCosts(tuple(stages), 100), Tier.of_rates(200.0, 200.0, tapes=False)
+    actions = list(resumed_actions(costs, 100, "revolve", None, [3, 7], None))
+    assert actions[:3] == [Get(7), Await(0), Load(7)]
+    assert actions.index(EndForward()) < actions.index(Get(3))
+    if native.LIBRARY is not None:
+        actions = list(resumed_actions(costs, 100, "optimal", tier, [3], None))
+        transfers = [action for action in actions if isinstance(action, Get | Put)]
+        assert len(transfers) > 2
+        tokens = [action.token for action in actions if isinstance(action, Await)]
+        assert len(set(tokens)) == len(tokens) and max(tokens) < len(transfers)

@@ -46,4 +46,24 @@ durable/test_store.py
 durable/test_store.py
 -             if step not in steps:
 +             if False:
+
+durable/test_run.py
+-             require_state(self.costs, step, bytes_of(layout))
++             pass
+
+durable/test_run.py
+-         if step == self._n_steps or self._clock() < self._due_s or not store.idle:
++         if step == self._n_steps or not store.idle:
+
+durable/test_records.py
+-         if unequal != (header.version == UNEQUAL):
++         if False:
+
+planners/test_resumed.py
+-                     action = Await(action.token + first)
++                     action = Await(action.token)
+
+planners/test_resumed.py
+-         room = room_bytes - sizes[start]
++         room = 2 * room_bytes
 """)
