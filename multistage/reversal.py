@@ -59,6 +59,7 @@ class Reversal(Generic[State, Adjoint]):
     planner : str, Plan or callable
         A key of `PLANNERS`, or `"auto"` for the fastest prediction; an existing
         plan; or a planner of your own, `(costs, slots, n_steps) -> Plan`.
+        `"survey"` is for steps that differ: the first sweep measures each of them.
     costs : Costs or StageCosts, optional
         Assumed costs, such as `costs` of a run before; if not given, the first
         `forward` times its own first steps, measures the tiers and plans the rest.

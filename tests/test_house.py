@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_237,
+    "package_lines": 61_372,
     "classes": 484,
-    "functions": 3873,
+    "functions": 3884,
     "files_under_60": 4,
-    "import_lines": 3512,
+    "import_lines": 3525,
     "twins": 0,
-    "test_lines": 55_815,
+    "test_lines": 56_242,
 }
 
 

@@ -41,7 +41,7 @@ from ..model.chain import Chain
 from ..planners.base import played
 from ..schedule.rules import Rules, each_judged
 from ..schedule.timeline import Timeline
-from ..states.in_place import ArrayStates, InPlace
+from ..states.in_place import ArrayStates, Copies
 from ..states.layout import Array, Layout, Layouts
 from ..states.sharing import apart_from
 from ..states.slots import Slots, StateLayout, States, overwritten
@@ -580,7 +580,7 @@ def _given_back(error: BaseException, sweep: Sweep) -> BaseException:
     The caller may start again then.  If it cannot be restored, the returned error says so.
     """
     differ = error.varies if isinstance(error, StateError) else isinstance(error, LargerThanPlanned)
-    if not differ or not isinstance(sweep.slots, InPlace):
+    if not differ or not isinstance(sweep.slots, Copies):
         return error
     with contextlib.suppress(Exception):  # the first error matters more
         if sweep.slots.given_back(sweep.live, sweep.origin):

@@ -249,6 +249,8 @@ class Stages:
         With a tier and a limit.
     inside : bool
         Whether a state can be taken out of a tape that includes it.
+    tapes : bool
+        Whether tapes may be kept; False: only right before their adjoint.
 
     Attributes
     ----------
@@ -262,9 +264,10 @@ class Stages:
         The most memory of a sweep that left its tier.
     """
 
-    def __init__(self, plan: Plan, *, inside: bool) -> None:
+    def __init__(self, plan: Plan, *, inside: bool, tapes: bool = True) -> None:
         assert plan.tier is not None and plan.memory_bytes is not None
-        self.plan, self._inside, self._tier = plan, inside, plan.tier
+        self.plan, self._tier = plan, plan.tier
+        self._make_rests = partial(Rests, inside=inside, tapes=tapes)
         self._rests: Rests | None = None
         n = len(plan.stage_costs.stages)
         self.ask_s = _PER_STAGE_S * n + _PER_PAIR_S * n * n
@@ -365,7 +368,7 @@ class Stages:
         assert here.memory is not None
         if self._rests is None:
             assert self.plan.memory_bytes is not None
-            self._rests = Rests(self.plan.stage_costs, self.plan.memory_bytes, inside=self._inside)
+            self._rests = self._make_rests(self.plan.stage_costs, self.plan.memory_bytes)
         room = sum(here.memory.bytes_of(item) for item in stuck)
         for rest in self._rests.fastest(here, room):
             tried = deepcopy(here, {id(here.memory.costs): here.memory.costs})

@@ -45,8 +45,8 @@ from ..model.stages import StageCosts
 from ..planners import Plan, Planner
 from ..planners.base import BUFFERS
 from ..report import Report
-from ..reversing.arguments import Arguments, Operators
-from ..reversing.sweeps import Sweeps
+from ..reversing.arguments import SURVEY, Arguments, Operators
+from ..reversing.sweeps import THEY_DIFFER, Sweeps
 from ..reversing.unequal import Unequal, agreeing
 from ..reversing.uniform import Uniform
 from ..states.layout import Array, Layout, bytes_of
@@ -124,7 +124,7 @@ class MPIReversal(Generic[State, Adjoint]):
     costs : Costs or StageCosts, optional
         Given on all ranks or on none; the slowest count.  StageCosts are for steps that
         differ, as many on every rank, with the sizes of this rank's part: the plan is one
-        that fits every rank's memory.
+        that fits every rank's memory.  `planner="survey"` measures them in a first sweep.
     durable : str or Path, optional
         A folder in which every rank keeps one of its own, `rank-0007` say, in
         place of a tier: after a kill the same call resumes, on as many ranks,
@@ -252,20 +252,29 @@ class MPIReversal(Generic[State, Adjoint]):
     def plan(self) -> Plan | None:
         """The plan of the last sweep, the same on all ranks; if steps differ in rank 0's bytes."""
         made, (limit_bytes, buffers) = self._agreed.plan, self._limit
-        if made is None or self._stages is not None:
+        if made is None or made.actions:
             return made
         return made.within(limit_bytes, {BUFFERS: buffers})
 
     @property
     def costs(self) -> Costs | StageCosts | None:
         """What the next sweep is planned with."""
-        found = self._agreed.costs if self._stages is None else self._stages
+        found: Costs | StageCosts | None = self._given.keywords["costs"]
+        if not isinstance(found, StageCosts):
+            found = self._agreed.costs
+        if self._surveys:
+            return None if self._sweeps is None else self._sweeps.costs
         return times(found, self._given.keywords["functionals"], back=True)
 
     @property
-    def _stages(self) -> StageCosts | None:
-        costs: object = self._given.keywords["costs"]
-        return costs if isinstance(costs, StageCosts) else None
+    def _surveys(self) -> bool:
+        """Whether a first sweep shows what steps that differ cost."""
+        return bool(self._given.keywords["planner"] == SURVEY)
+
+    @property
+    def _differ(self) -> bool:
+        """Whether steps are planned as unequal."""
+        return self._surveys or isinstance(self._given.keywords["costs"], StageCosts)
 
     @property
     def rank(self) -> int:
@@ -464,7 +473,9 @@ class MPIReversal(Generic[State, Adjoint]):
         self._require_in_step()
         with self._guarded():
             sweeps = self._prepared(state, self._n_steps is None, "prepare()", sweeps=False)
-            return sweeps.prepare(state) if self.plan is None else self.plan
+            if self._surveys and self.costs is None:
+                raise self._ranks.everywhere(ArgumentError(THEY_DIFFER))
+            return sweeps.prepare(state) if self._differ or self.plan is None else self.plan
 
     def reverse(self, adjoint: Adjoint) -> Adjoint:
         """Run the reverse sweep from this rank's part of the adjoint of the last state.
@@ -495,9 +506,14 @@ class MPIReversal(Generic[State, Adjoint]):
         """Raise BudgetError on all ranks if a state or tape of one was larger than its costs say.
 
         Where steps differ.  One rank alone must not stop: others may be in its steps' exchanges.
+        Sizes that were surveyed are surveyed again.
         """
         if isinstance(steps := sweeps.steps, Unequal):
-            self._ranks.gather(steps.require)
+            try:
+                self._ranks.gather(steps.require)
+            except BudgetError as error:
+                steps.anew(error)
+                raise
 
     def _learn(self, sweeps: Sweeps[State, Adjoint], seen: Costs) -> None:
         """Note the plan of complete sweeps; plan again if the ranks have seen other costs."""
@@ -505,8 +521,8 @@ class MPIReversal(Generic[State, Adjoint]):
         agreed.plan = sweeps.plan
         if self._store is not None:
             self._store.settle()
-        if self._durable is not None or self._stages is not None:
-            return  # its folder is the run's; given costs of steps that differ stay
+        if self._durable is not None or self._differ:
+            return  # its folder is the run's; costs of steps that differ stay
         costs = agreed.costs
         assert costs is not None
         self._stale = drifted(costs, agreed.slowest(lambda: seen))
@@ -536,7 +552,7 @@ class MPIReversal(Generic[State, Adjoint]):
                 self._forget()
                 self._layout, self._agreed.costs = layout, None
             arrays: dict[str, object] = {"the number of arrays in a state": len(layout.leaves)}
-            return arrays, self._sweeps is None or self.costs is None
+            return arrays, self._sweeps is None or (not self._differ and self.costs is None)
 
         found = ranks.gather(facts, call)
         ranks.same([one for one, _ in found], "states have the same tree on every rank")
@@ -566,6 +582,8 @@ class MPIReversal(Generic[State, Adjoint]):
         Costs that are not known are measured, or shown by the first steps of the sweep that
         follows; the ranks then agree on them, and the plan, in that sweep.
         """
+        if self._differ:
+            return self._unequal()
         ranks, store, layout = self._ranks, self._store, self._layout
         assert layout is not None
         given: Any = self._given.keywords["costs"]
@@ -577,8 +595,6 @@ class MPIReversal(Generic[State, Adjoint]):
         buffers = 0 if store is None else store.buffer_bytes(layout)
         slots = min(ranks.gather(lambda: budget.slots_for(layout.nbytes, buffers)))
         self._limit = budget.bytes, buffers
-        if self._stages is not None:
-            return self._planned_stages(state, self._stages)
         # Where one rank's states are new, the costs of all are.
         if not all(ranks.gather(lambda: self._agreed.costs is not None)):
             self._agreed.costs = None
@@ -600,12 +616,13 @@ class MPIReversal(Generic[State, Adjoint]):
             self._agreed.planned(partial(made.prepare, state))
         return made
 
-    def _planned_stages(self, state: State, costs: StageCosts) -> Sweeps[State, Adjoint]:
-        """Plan for steps that differ: by costs that fit every rank."""
+    def _unequal(self) -> Sweeps[State, Adjoint]:
+        """Return the sweeps of steps that differ, which agree on a plan or survey."""
+        costs: StageCosts | None = self._given.keywords["costs"]
 
         def made() -> Sweeps[State, Adjoint]:
             assert self._layout is not None
-            if (nbytes := bytes_of(self._layout)) > costs.input_bytes:
+            if costs is not None and (nbytes := bytes_of(self._layout)) > costs.input_bytes:
                 raise BudgetError(
                     f"state 0 takes {nbytes} bytes, its costs say input_bytes={costs.input_bytes}; "
                     "give the sizes as they are"
@@ -613,9 +630,7 @@ class MPIReversal(Generic[State, Adjoint]):
             arguments = self._given(tiers=self._store, agreement=self._agreed, probed=self._probed)
             return Sweeps(arguments, self._progress)
 
-        found = self._ranks.agreed(made)
-        self._agreed.plan = found.prepare(state)
-        return found
+        return self._ranks.agreed(made)
 
     def _measure(self, state: State, layout: Layout, most: int) -> None:
         """Measure costs: steps in step with the others, this rank's tier by itself."""

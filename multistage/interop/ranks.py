@@ -29,6 +29,7 @@ takes one rank out of that order, nothing here communicates any more: `drop`,
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import time
 import traceback
@@ -42,6 +43,7 @@ from zlib import crc32
 import numpy as np
 
 from .. import errors
+from ..actions import Action
 from ..backends.base import CheckpointLost, Store
 from ..backends.wrapper import WrapperStore
 from ..errors import ArgumentError, BudgetError, MultistageError
@@ -49,9 +51,10 @@ from ..model.costs import Costs
 from ..model.stages import Stage, StageCosts
 from ..model.tier import Tier
 from ..planners import Plan
+from ..planners.chain import pieces
 from ..planners.chain.memory import use_of
-from ..planners.chain.pieces import PersistentPlanner, chain_plan, least_beside
-from ..reversing.arguments import Unequals
+from ..planners.single.binomial import forward_and_reverse, reverse_actions
+from ..reversing.arguments import WHOLE, Unequals
 from ..states.layout import Array, Layout
 
 if TYPE_CHECKING:
@@ -306,7 +309,7 @@ def slowest(costs: Sequence[Costs], rank: int) -> Costs:
     )
 
 
-def tightest(found: Sequence[Unequals], rooms: Sequence[int]) -> Unequals:
+def tightest(found: Sequence[Unequals], rooms: Sequence[int], unit: int | None = None) -> Unequals:
     """Return costs of unequal steps and a tier for all ranks, with the memory of rank 0.
 
     The largest times, and sizes as parts of the memory of the rank where they are the largest
@@ -316,6 +319,8 @@ def tightest(found: Sequence[Unequals], rooms: Sequence[int]) -> Unequals:
     ----------
     rooms : sequence of int
         Bytes of each rank's memory, of which sizes are parts.
+    unit : int, optional
+        All of a memory, in place of the bytes of rank 0.
 
     Examples
     --------
@@ -326,7 +331,7 @@ def tightest(found: Sequence[Unequals], rooms: Sequence[int]) -> Unequals:
     >>> costs.stages[0].output_bytes, room
     (30, 100)
     """
-    room, tier = rooms[0], found[0][2]
+    room, tier = rooms[0] if unit is None else unit, found[0][2]
 
     def size(values: Iterable[int]) -> int:
         return max(-(-value * room // own) for value, own in zip(values, rooms, strict=True))
@@ -397,7 +402,7 @@ class Agreed:
         self.costs = slowest(found, self._ranks.rank)
         return self.costs
 
-    def stages(self, mine: Callable[[], Unequals], planner: PersistentPlanner) -> Plan:
+    def stages(self, mine: Callable[[], Unequals], planner: pieces.PersistentPlanner) -> Plan:
         """Return a plan of unequal steps that fits every rank.
 
         Sizes are parts of what ranks have for what they keep; then, if one would need more than
@@ -411,28 +416,58 @@ class Agreed:
 
         def known() -> tuple[Unequals, int]:
             costs, room, tier = own = mine()
-            return own, least_beside(costs, planner, tier) + room
+            return own, pieces.least_beside(costs, planner, tier) + room
 
         every = self._ranks.gather(known)
         (own, _, own_tier), limit = every[self._ranks.rank]
         found, limits = [one for one, _ in every], [most for _, most in every]
         costs, room, tier = tightest(found, [room for _, room, _ in found])
-        plan = self.planned(partial(chain_plan, costs, room, planner, tier))
+        plan = self.planned(partial(pieces.chain_plan, costs, room, planner, tier))
         use = use_of(plan.actions, own, () if own_tier is None else (own_tier,))
         if self.most(use.peak_bytes - limit) <= 0:
             return plan
         costs, memory, tier = tightest(found, limits)
 
         def make() -> Plan:
-            room = memory - least_beside(costs, planner, tier)
+            room = memory - pieces.least_beside(costs, planner, tier)
             if room < 0:
                 raise BudgetError(
                     "no plan was found that fits every rank, since their largest steps differ; "
                     f"raise memory by {-(room * limit // memory)} bytes, and on the others likewise"
                 )
-            return chain_plan(costs, room, planner, tier)
+            return pieces.chain_plan(costs, room, planner, tier)
 
         return self.planned(make)
+
+    def largest(self, mine: Callable[[], int]) -> int:
+        """Return the largest of what `mine` returns on each rank; what it raises, all raise."""
+        return max(self._ranks.gather(mine))
+
+    def surveyed(
+        self, mine: Callable[[], tuple[Unequals, int]], planner: pieces.PersistentPlanner
+    ) -> list[Action]:
+        """Return the actions that reverse steps of a survey, within the memory of each rank.
+
+        What one has no room for, since its largest step is less of its memory than of another's,
+        is planned with less; Revolve with few states, or with none, is tried last.
+        """
+        every = self._ranks.gather(mine)
+        found, left = [one for one, _ in every], every[self._ranks.rank][1]
+        costs, whole, _ = tightest(found, [room for _, room, _ in found], WHOLE)
+        part = min(left * whole // room for (_, room, _), left in every)
+        own = found[self._ranks.rank][0]
+        n, limit = len(own.stages), left + pieces.least_in_pieces(own)
+        tried = itertools.chain(
+            (pieces.plan(costs, k * part // 4, planner) for k in (4, 3, 2, 1, 0)),
+            (
+                forward_and_reverse(reverse_actions(0, n, slots, keep_first=True))
+                for slots in (4, 2, 1, 0)  # with none each step is run to from the start
+            ),
+        )
+        for actions in map(list, tried):
+            if self.most(use_of(actions, own).peak_bytes - limit) <= 0:
+                break
+        return actions
 
     def planned(self, make: Callable[[], Plan]) -> Plan:
         """Return the plan that `make` returns; raise on all ranks unless it is the same.

@@ -26,14 +26,15 @@ static int32_t thing(const joint_t *x, work_t *w, int tape, int64_t step)
 static void cut_into_nodes(const joint_t *x, work_t *w, const uint8_t *fates)
 {
     const int64_t n = x->slots->n;
+    const int keeps = x->slots->tapes ? KEEPS_TAPE : 0;
     int64_t count = 0;
     for (int64_t i = 0; i < n;) {
         const node_t *last = count ? w->node + count - 1 : 0;
-        const int tape = (fates[i] & KEEPS_TAPE) != 0;
+        const int tape = (fates[i] & keeps) != 0;
         const int away = i && (fates[i - 1] & TAPE_AWAY) && (x->may[i - 1] & MAY_TAPE);
         const int apart = last && (!last->tape || ((fates[i] & APART) && away));
         int64_t stop = i;
-        while (!tape && stop + 1 < n && !(fates[stop + 1] & (STARTS | KEEPS_TAPE)))
+        while (!tape && stop + 1 < n && !(fates[stop + 1] & (STARTS | keeps)))
             stop++;
         w->node[count++] = (node_t){(int32_t)i, (int32_t)stop, tape, apart, -1, -1, 0, 0, 0};
         i = stop + 1;

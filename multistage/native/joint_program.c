@@ -119,7 +119,7 @@ static void solve_rows(solve_t *z, int64_t s, int64_t w)
     solve_segments(z, places, s, w);
     for (int f = 0; f < places; f++) {
         float *out = least(z, f, s, w);
-        if (s < n - 1) {
+        if (s < n - 1 && z->x->slots->tapes) {
             const int64_t from = to_tape(z, f, s) + backlog(z, w, s);
             take_min(z, out, from, least(z, 0, s + 1, then), z->tape[s], 0);
             if (queued <= z->p->steps && may(z, s, MAY_TAPE)) {

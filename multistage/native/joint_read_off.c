@@ -71,7 +71,7 @@ int joint_read_off(const solve_t *z, int64_t memory, uint8_t *fates)
         const int64_t rest = in + backlog(z, after(z, at.w, s, n - 1), n - 1);
         if (at.m >= rest && excess_at(z, s, n - 1, at.m - rest) <= best)
             return 1;
-        if (s < n - 1 && go_tape(z, &at, fates, best))
+        if (s < n - 1 && z->x->slots->tapes && go_tape(z, &at, fates, best))
             continue;
         const int64_t lands = landing(z, at.f, s) + z->p->reserve;
         int64_t run = 0, reached = s, e = s;

@@ -8,11 +8,12 @@ have more in memory than the budget allows, unseen by any report.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol, Self, TypeAlias, TypeVar, cast
 
+from ..actions import Action
 from ..backends.base import Store, require_distinct
 from ..backends.urls import Tiers, open_store, tier_names
 from ..durable.records import OrderedLayout
@@ -41,6 +42,10 @@ Adjoint = TypeVar("Adjoint")
 
 # What unequal steps are planned with: costs, bytes for what is kept, the tier.
 Unequals: TypeAlias = tuple[StageCosts, int, Tier | None]
+# The planner of steps that differ, and whose costs a first sweep is to show.
+SURVEY = "survey"
+# The memory of a rank, of which what it keeps in such a sweep is counted as parts.
+WHOLE = 1 << 40
 
 
 class Agreement(Protocol):
@@ -71,6 +76,19 @@ class Agreement(Protocol):
         """Return a plan of unequal steps that fits every rank.
 
         `mine` returns what this rank plans with; what it raises on one rank is raised on all.
+        """
+        ...
+
+    def largest(self, mine: Callable[[], int], /) -> int:
+        """Return the largest of what `mine` returns on each rank; what it raises, all raise."""
+        ...
+
+    def surveyed(
+        self, mine: Callable[[], tuple[Unequals, int]], planner: PersistentPlanner, /
+    ) -> Iterable[Action]:
+        """Return the actions that reverse steps of a survey, within the memory of each rank.
+
+        `mine` returns what this rank plans with, and the bytes that are left of its memory.
         """
         ...
 
@@ -269,8 +287,8 @@ class Arguments(Generic[State, Adjoint]):
             n_steps = planner.n_steps if n_steps is None else n_steps
             memory = Budget(slots=planner.slots) if memory is None else memory
             costs = planner.costs if costs is None else costs
+        _require_stages_alone(planner, costs, durable, states)
         if isinstance(costs, StageCosts):
-            _require_stages_alone(planner, states)
             n_steps = len(costs.stages) if n_steps is None else n_steps
         if n_steps is not None:
             n_steps = require_steps(n_steps, planner if isinstance(planner, str) else "given")
@@ -301,6 +319,11 @@ class Arguments(Generic[State, Adjoint]):
             may_differ=not said and planner == "auto" and agreement is None,
             agreement=agreement,
         )
+
+    @property
+    def steps_differ(self) -> bool:
+        """Whether steps are planned as unequal from the first sweep on."""
+        return isinstance(self.costs, StageCosts) or self.planner == SURVEY
 
     @property
     def first_store(self) -> Store | None:
@@ -381,16 +404,22 @@ def _require_durable_alone(tier: object, states: object) -> None:
         raise ArgumentError("durable= takes states that are pytrees of NumPy arrays, not states=")
 
 
-def _require_stages_alone(planner: object, states: object) -> None:
-    """Raise ArgumentError for arguments that cannot be combined with costs of unequal steps."""
-    if planner != "auto":
+def _require_stages_alone(planner: object, costs: object, durable: object, states: object) -> None:
+    """Raise ArgumentError for arguments that do not go with unequal steps, if these are."""
+    if not (isinstance(costs, StageCosts) or planner == SURVEY):
+        return
+    given = f"planner={SURVEY!r}" if costs is None else "costs=StageCosts(...)"
+    if planner == SURVEY and costs is not None:
+        raise ArgumentError(f"planner={SURVEY!r} measures each step; leave costs= out, or it")
+    if costs is not None and planner != "auto":
         raise ArgumentError(
-            f"planner={shown(planner)} plans uniform steps; with costs=StageCosts(...) leave it out"
+            f"planner={shown(planner)} plans uniform steps; with {given} leave it out"
         )
+    if planner == SURVEY and durable is not None:
+        raise ArgumentError(f"{given} does not go with durable=; give costs=StageCosts(...) there")
     if states is not None and not callable(getattr(states, "weigh", None)):
         raise ArgumentError(
-            "costs=StageCosts(...) does not go with states= that do not weigh() each state; "
-            "give Costs there"
+            f"{given} does not go with states= that do not weigh() each state; give Costs there"
         )
 
 
@@ -463,7 +492,7 @@ def planner_of(planner: str | Plan | Planner, n_steps: int | None) -> str | Plan
         If there is none of that name, or the plan is for another number of steps.
     """
     if isinstance(planner, str):
-        if planner != "auto" and planner not in PLANNERS:
+        if planner != "auto" and planner not in (SURVEY, *PLANNERS):
             raise ArgumentError(
                 f"planner {planner!r} is not known; choose 'auto' or one of {', '.join(PLANNERS)}"
             )

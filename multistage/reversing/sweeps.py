@@ -30,7 +30,7 @@ Adjoint = TypeVar("Adjoint")
 Drawn = Callable[[], Plan]  # a plan, made when it is asked for
 
 
-_THEY_DIFFER = (
+THEY_DIFFER = (
     "steps differ, and what they cost shows in a first sweep: forward(), then reverse(); or give "
     "costs=StageCosts(...)"
 )
@@ -79,8 +79,7 @@ class Sweeps(Generic[State, Adjoint]):
         self._stopped = ""  # what stopped the last sweep before its first step, and where
         self.executor: Executor[State, Adjoint] | None = None
         self.steps: Uniform[State, Adjoint] | Unequal[State, Adjoint]
-        unequal = isinstance(given.costs, StageCosts)
-        self.steps = (Unequal if unequal else Uniform)(given, self._opened, self.bars)
+        self.steps = (Unequal if given.steps_differ else Uniform)(given, self._opened, self.bars)
 
     @property
     def plan(self) -> Plan | None:
@@ -138,13 +137,13 @@ class Sweeps(Generic[State, Adjoint]):
             self._drawn = None
             plan = steps.prospect()
             if plan is None:
-                raise ArgumentError(_THEY_DIFFER)
+                raise ArgumentError(THEY_DIFFER)
             self._draw(plan)
             return plan
         except BaseException as error:
             self.end(keep=True)
             if isinstance(error, StateError) and self.steps.anew(error) is not None:
-                raise ArgumentError(_THEY_DIFFER) from error
+                raise ArgumentError(THEY_DIFFER) from error
             raise
 
     def forward(self, state: State, until: Callable[[State, int], bool] | None = None) -> State:

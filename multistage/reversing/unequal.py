@@ -20,7 +20,7 @@ reversed at all: state 0, and the largest step with its states, tape and gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
@@ -41,7 +41,15 @@ from ..model.tier import Tier
 from ..planners import Plan
 from ..planners.base import BUFFERS, played
 from ..planners.chain.joint_core import require_core
-from ..planners.chain.pieces import MOST_STREAMED, PersistentPlanner, chain_plan, survey
+from ..planners.chain.memory import shifted
+from ..planners.chain.pieces import (
+    MOST_STREAMED,
+    PersistentPlanner,
+    chain_plan,
+    survey,
+    without_end,
+)
+from ..planners.chain.pieces import plan as reversed_by
 from ..planners.chain.resumed import resumed_actions
 from ..schedule.rules import Rules
 from ..schedule.timeline import Timeline
@@ -50,7 +58,7 @@ from ..states.layout import Layout, bytes_of
 from ..states.slots import Weighed
 from ..support.interrupts import Shield
 from ..support.progress import Bars
-from .arguments import Arguments, Unequals, one_tape
+from .arguments import WHOLE, Arguments, Unequals, one_tape
 from .opened import OpenStores
 from .streamed import (
     bounded,
@@ -115,6 +123,10 @@ class Unequal(Generic[State, Adjoint]):
     ------
     ArgumentError, BudgetError
         If given costs do not fit the chain or the budget; for a tier without the C core.
+
+    Notes
+    -----
+    Where only the latest tape exists, states alone are kept, in fast memory and in the tier.
     """
 
     def __init__(self, given: Arguments[State, Adjoint], opened: OpenStores, bars: Bars) -> None:
@@ -143,11 +155,6 @@ class Unequal(Generic[State, Adjoint]):
             self._streams = native.LIBRARY is not None and not one_tape(chain)
         if self._streams:
             require_core()
-        if self._streams and one_tape(chain):
-            raise ArgumentError(
-                "steps that differ, with only the latest tape (one_tape), are not streamed to a "
-                "tier; leave tiers= out, or make tapes of which several may be held"
-            )
         self._chain, self._n_steps, self._budget = chain, given.n_steps, given.budget
         self.costs = given.costs if isinstance(given.costs, StageCosts) else None
         self._given = self.costs is not None
@@ -207,8 +214,8 @@ class Unequal(Generic[State, Adjoint]):
         tier = self.tier if self._durable is None else self._store
         stores: tuple[Store, ...] = () if tier is None else (tier,)
         if tier is not None:
-            assert self.plan is not None
-            self._opened.open(stores, largest_of(self.plan.stage_costs))
+            assert self.costs is not None
+            self._opened.open(stores, largest_of(self.costs))  # a plan of ranks has other bytes
         if executor is None or executor.stores != stores:
             executor = Executor(
                 self._bars.watch(self.metered, self._mean_step_s),
@@ -246,8 +253,8 @@ class Unequal(Generic[State, Adjoint]):
 
     def require(self) -> None:
         """Raise LargerThanPlanned if a state or tape of the sweep was larger than its costs say."""
-        assert self.costs is not None
-        self.metered.require(self.costs)
+        if self.costs is not None:  # else it has surveyed
+            self.metered.require(self.costs)
 
     def _given_costs(self, costs: StageCosts) -> Unequals:
         """Return costs with the room for what is kept, and the tier, measured if it was not."""
@@ -285,7 +292,8 @@ class Unequal(Generic[State, Adjoint]):
             self.tier = store
             # Of more steps the table of what is left is too large; ranks have clocks of their own.
             if len(costs.stages) <= MOST_STREAMED and agreement is None:
-                self.late = Late(Stages(self.plan, inside=False))
+                tapes = self._planner == "optimal"
+                self.late = Late(Stages(self.plan, inside=False, tapes=tapes))
 
     def forget(self) -> None:
         """Release a plan that does not hold; the next sweep is surveyed."""
@@ -303,16 +311,34 @@ class Unequal(Generic[State, Adjoint]):
             return self.plan.schedule()
         if is_last is None:
             is_last = self._is_last
-        seen, chain = self.metered.seen, self._chain
-        schedule = survey(
-            self._room_now,
-            is_last,
-            lambda i: seen.state_bytes[i],
-            lambda start, stop: seen.costs(stop, chain, start),
-            self._planner,
-        )
         self._surveyed.clear()
-        return _recorded(schedule, self._surveyed)
+        return _recorded(self._survey(is_last), self._surveyed)
+
+    def _survey(self, is_last: Callable[[int], bool]) -> Schedule:
+        seen, planner, agreement = self.metered.seen, self._planner, self._agreement
+
+        def mine(start: int, stop: int, kept: list[int]) -> tuple[Unequals, int]:
+            room, sizes = self._room_now(len(seen.forward_s) - 1), seen.state_bytes
+            left = max(0, room - sum(sizes[step] for step in kept))
+            return (seen.costs(stop, self._chain, start), room, None), left
+
+        if agreement is None:
+
+            def reversing(start: int, stop: int, kept: list[int]) -> Iterable[Action]:
+                (costs, _, _), left = mine(start, stop, kept)
+                return without_end(reversed_by(costs, left, planner, first=start))
+
+            return survey(self._room_now, is_last, lambda i: seen.state_bytes[i], reversing)
+
+        # Ranks keep the same states: each counts as its largest part of any rank's memory.
+        def part(i: int) -> int:
+            return agreement.largest(lambda: -(-WHOLE * seen.state_bytes[i] // self._room_now(i)))
+
+        def agreed(start: int, stop: int, kept: list[int]) -> Iterable[Action]:
+            actions = agreement.surveyed(partial(mine, start, stop, kept), planner)
+            return (shifted(action, start) for action in without_end(actions))
+
+        return survey(lambda _: WHOLE, is_last, part, agreed)
 
     def _rest(self, left: Resumed) -> Iterator[Action]:
         """Return the actions that are left of a killed run.
@@ -388,8 +414,10 @@ class Unequal(Generic[State, Adjoint]):
     def _learn(self, n_steps: int, timeline: Timeline) -> StageCosts:
         """Return what the sweep that has ended has shown; plan the next one by it."""
         seen = self.metered.seen.costs(n_steps, self._chain)
-        if self._agreement is not None:
-            return seen  # each rank has seen other times
+        if self._agreement is not None:  # each rank has seen other times
+            if self.costs is None and self._n_steps is not None:
+                self.costs = seen
+            return seen
         if self._rates is not None:
             rates = self._rates if self.tier is None else seen_rates(self._rates, timeline)
             is_late = self.late is not None and bool(self.late.why)

@@ -72,6 +72,11 @@ class Copies:
         self._copy_back(self._layout.arrays(live, where), kept)
         return live
 
+    def given_back(self, live: object, kept: Kept) -> bool:
+        """Put the state that the sweep began with back; False if that cannot be."""
+        self.load(kept, live)
+        return True
+
     def check(self, live: object, where: int | str) -> None:
         """Nothing: the arrays are not the live state's."""
 

@@ -274,7 +274,7 @@ class Layout:
 
     def pack(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], Packing | None]:
         """Return what a store takes, C-contiguous arrays, and what `unpack` needs besides."""
-        return packed(arrays, self._plain)
+        return packed(arrays, None if self.varied else self._plain)
 
     def unpack(self, arrays: Sequence[Array], packing: Packing | None) -> list[Array]:
         """Return the arrays that `pack` was given, from the store's copies."""
@@ -482,9 +482,14 @@ def _is_dict(value: object) -> bool:
 
 
 def packed(
-    arrays: Sequence[Array], plain_strides: Sequence[tuple[int, ...]]
+    arrays: Sequence[Array], plain_strides: Sequence[tuple[int, ...]] | None = None
 ) -> tuple[Sequence[Array], Packing | None]:
-    """Return arrays, C-contiguous; those of the strides given as they are.  See `Layout.pack`."""
+    """Return arrays, C-contiguous; those of the strides given as they are.  See `Layout.pack`.
+
+    By default the strides are those of C order.
+    """
+    if plain_strides is None:
+        plain_strides = [c_strides(array.shape, array.dtype.itemsize) for array in arrays]
     ordered = type(arrays) is Reordered
     for array, strides in zip(arrays, plain_strides, strict=True):
         if type(array) is not np.ndarray or array.strides != strides or not array.flags.aligned:

@@ -32,7 +32,7 @@ from multistage.model.tier import Tier
 from multistage.reversing import unequal
 from multistage.states.layout import Layout
 
-KINDS = ("functional", "tape", "in-place", "in-place-tape")
+KINDS = ("functional", "tape", "in-place", "in-place-tape", "one-tape")
 STREAMED = Costs(1e-3, 2e-3, tiers=(Tier("slow", write_s=3e-3, read_s=3e-3),))
 # Plans of unequal steps are made by a table, whose twin is slow.
 by_table = pytest.mark.skipif(native.LIBRARY is None, reason="the table's twin is slow")
@@ -286,7 +286,7 @@ def unequal_run(case: Case, store: Store, memory: str, *, fast: bool = False) ->
     return Reversal(case.chain(), costs=costs, memory=memory, tiers=store, checked=True)
 
 
-@pytest.mark.long(but=("functional", "in-place-tape"))
+@pytest.mark.long(but=("functional", "in-place-tape", "one-tape"))
 @by_table
 @pytest.mark.parametrize("kind", KINDS)
 def test_unequal_steps_go_on_from_anywhere(kind: str) -> None:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from mpi_part import Part, swept
 from mpi_wave import Wave
 
 from multistage.backends import FileStore, Store
@@ -161,6 +162,33 @@ def killed(comm: Any, folder: Path) -> Any:
         return run.reverse(wave.seed), forward_steps
 
 
+def unequal(comm: Any, folder: Path) -> dict[str, Any]:
+    """Steps that differ, by given costs and by a survey; the last rank's disk loses reads."""
+    warnings.simplefilter("ignore", CheckpointWarning)
+    found, rank = {}, comm.Get_rank()
+    for n, name in ((30, "file"), (30, "jittery"), (30, "lost reads"), (400, "file")):
+        part = Part(n, rank, comm, n, most=60 * (1 + 20 * rank))
+        exact, tier = part.store_all(), stores(rank, comm.Get_size(), folder)[name]
+        for known in (True, False):
+            costs: Any = {"costs": part.costs()} if known else {"planner": "survey"}
+            with MPIReversal(
+                part.step,
+                part.adjoint_step,
+                comm=comm,
+                memory="4 slots",
+                tiers=tier,
+                n_steps=n,
+                **costs,
+            ) as run:
+                right = [swept(run, part) == exact for _ in range(2)]
+                counts = run.report().counts
+                assert run.plan is not None
+                figures = counts.forward_steps, counts.writes, counts.lost, run.plan.writes
+            found[f"{n} {name} {known}"] = right, figures
+            assert not any(folder.iterdir()), f"{name} leaves files"
+    return found
+
+
 class Drop:
     """The wave as pyrevolve's users write it: operators that overwrite their arrays."""
 
@@ -265,6 +293,7 @@ def main(case: str, parent: str) -> None:
         "gradients": gradients,
         "fails": fails,
         "killed": killed,
+        "unequal": unequal,
         "dropin": dropin,
         "unknown": unknown,
     }

@@ -86,6 +86,18 @@ def test_gradients_and_actions(ranks: int, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
+def test_steps_that_differ_are_streamed_by_one_plan(ranks: int, tmp_path: Path) -> None:
+    found = results(ranks, "unequal", tmp_path)
+    for name in found[0]:
+        right, figures = zip(*(one[name] for one in found), strict=True)
+        assert right == ([True] * 2,) * ranks, name
+        assert len(set(figures)) == 1, name
+    # By given seconds, which are far above those of the disk.
+    assert all(one[3] > 0 for name, (_, one) in found[0].items() if "True" in name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_the_dropin_keeps_ranks_in_step(ranks: int, tmp_path: Path) -> None:
     found = results(ranks, "dropin", tmp_path)
     expected = store_all(N).tobytes()

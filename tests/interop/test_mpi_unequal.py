@@ -13,17 +13,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from fake_mpi import MPI, Comm, World, run_ranks, succeed
+from mpi_part import Part, swept
 
 from multistage import native
+from multistage.actions import Load
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, BudgetError
 from multistage.interop.mpi import MPIReversal
 from multistage.interop.ranks import Agreed, Ranks, tightest
-from multistage.model.stages import Stage, StageCosts
+from multistage.model.stages import StageCosts
 from multistage.model.tier import Tier
 from multistage.planners.chain.memory import use_of
-from multistage.planners.chain.pieces import chain_plan, least_beside
+from multistage.planners.chain.pieces import chain_plan, least_beside, least_in_pieces
 from multistage.reversing import unequal
 
 core = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
@@ -33,49 +35,6 @@ core = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 def fake_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", MPI)
     yield
-
-
-class Part:
-    """One rank's part of a computation whose mesh changes; every step exchanges a number."""
-
-    def __init__(self, seed: int, rank: int, comm: Comm | None, n: int = 30) -> None:
-        draw = random.Random(f"{seed} {rank}")
-        self.n, self.comm = n, comm
-        self.sizes = [draw.randint(1, 60) for _ in range(n + 1)]
-        self.seconds = [draw.uniform(1, 9) for _ in range(n)]
-        self.ran: list[int] = []
-
-    def _together(self, value: float) -> float:
-        return value if self.comm is None else sum(self.comm.allgather(value))
-
-    def start(self) -> Any:
-        return np.sin(np.arange(self.sizes[0]) + 1.0)
-
-    def step(self, u: Any, i: int) -> Any:
-        self.ran.append(i)
-        mean = self._together(float(u.sum()))
-        return np.cos(np.resize(u, self.sizes[i + 1]) + 0.1 * mean)
-
-    def adjoint_step(self, u: Any, adjoint: Any, i: int) -> Any:
-        mean = self._together(float(adjoint.sum()) + float(u.sum()))
-        return np.sin(np.resize(adjoint, self.sizes[i]) * u + mean)
-
-    def costs(self, more: int = 0) -> StageCosts:
-        """Return the costs; sizes are `more` bytes smaller than they are."""
-        stages = [
-            Stage(f"{i}", s, 2 * s, 8 * size - more, 8 * size - more, 0)
-            for i, (s, size) in enumerate(zip(self.seconds, self.sizes[1:], strict=True))
-        ]
-        return StageCosts(tuple(stages), 8 * self.sizes[0])
-
-    def store_all(self) -> bytes:
-        states = [self.start()]
-        for i in range(self.n):
-            states.append(self.step(states[-1], i))
-        adjoint = np.ones_like(states[-1])
-        for i in reversed(range(self.n)):
-            adjoint = self.adjoint_step(states[i], adjoint, i)
-        return bytes(adjoint.tobytes())
 
 
 @core
@@ -117,6 +76,125 @@ def test_ranks_whose_sizes_differ_follow_one_plan(seed: int, tmp_path: Path) -> 
 
     found = succeed(run_ranks(size, work))
     assert all(plans == [found[0][0]] * 2 for plans in found)
+
+
+@core
+@pytest.mark.parametrize("n", [24, pytest.param(400, marks=pytest.mark.long)])
+def test_parts_of_very_different_size_stream_within_the_memory_of_each_rank(
+    n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan is in bytes of rank 0, whose states are the smallest; 400 are more than a table."""
+    fast = Tier.of_rates(1e7, 1e7, tapes=False)
+    monkeypatch.setattr(unequal, "measured_rates", lambda *_: fast)
+
+    def work(comm: Comm) -> Any:
+        part = Part(5, comm.rank, comm, n, most=60 if comm.rank == 0 else 3000)
+        expected = part.store_all()
+        run = MPIReversal(
+            part.step,
+            part.adjoint_step,
+            comm=comm,
+            memory="3 slots",
+            tiers=f"file:{tmp_path}?buffers=0",
+            costs=part.costs(),
+            on_error="raise",
+        )
+        with run:
+            assert [swept(run, part), swept(run, part)] == [expected, expected]
+            plan, counts = run.plan, run.report().counts
+            assert plan is not None and plan.writes == counts.writes > 0
+            held = run.report().timeline.memory["fast"]
+        own = part.costs()
+        limit = least_beside(own, "optimal", fast) + 3 * own.largest_state_bytes
+        assert use_of(plan.actions, own, (fast,)).peak_bytes <= limit
+        assert max(nbytes for _, nbytes in held) <= limit
+        return plan.actions
+
+    found = succeed(run_ranks(2, work))
+    assert found[0] == found[1]
+
+
+@core
+@pytest.mark.parametrize("seed", range(8))
+def test_a_survey_of_ranks_keeps_the_same_states_within_each_budget(seed: int) -> None:
+    """No step runs before it; what it has seen is what the next sweeps are planned with."""
+    draw = random.Random(seed)
+    size, until = draw.choice([1, 2, 3]), seed % 4 == 3
+    budgets = [draw.choice(["2 slots", "5 slots", 1000, 2500]) for _ in range(size)]
+    tier = draw.choice([None, "memory:"]) if all(type(one) is str for one in budgets) else None
+
+    def work(comm: Comm) -> Any:
+        part = Part(seed, comm.rank, comm)
+        expected, memory = part.store_all(), budgets[comm.rank]
+        run = MPIReversal(
+            part.step,
+            part.adjoint_step,
+            None if until else part.n,
+            comm=comm,
+            memory=memory,
+            tiers=tier,
+            planner="survey",
+            on_error="raise",
+        )
+        ran, plans = [], []
+        with run:
+            for number in range(3):
+                part.ran.clear()
+                ended = (lambda _, i: i == part.n) if until else None
+                last = run.forward(part.start(), ended)
+                assert number or part.ran == list(range(part.n))
+                assert run.reverse(np.ones_like(last)).tobytes() == expected
+                ran.append(part.ran.copy())
+                assert run.plan is not None
+                plans.append(run.plan)
+            costs = run.costs
+        assert [plan.planner == "survey" for plan in plans] == [True, until, until]
+        own = part.costs()
+        room = memory if type(memory) is int else int(memory[0]) * own.largest_state_bytes
+        assert plans[0].peak_bytes <= room + least_in_pieces(own)
+        if not until:
+            assert isinstance(costs, StageCosts)
+            assert [s.output_bytes for s in costs.stages] == [s.output_bytes for s in own.stages]
+        return ran
+
+    found = succeed(run_ranks(size, work))
+    assert all(ran == found[0] for ran in found)
+
+
+@core
+def test_what_a_survey_of_ranks_cannot_do_is_refused_on_all() -> None:
+    """A state that grows on one rank is measured again; one beyond its budget is named."""
+
+    def work(comm: Comm) -> Any:
+        part = Part(4, comm.rank, comm)
+
+        def made(memory: str | int) -> MPIReversal[Any, Any]:
+            return MPIReversal(
+                part.step, part.adjoint_step, part.n, comm=comm, memory=memory, planner="survey"
+            )
+
+        said = []
+        with made("3 slots") as run:
+            with pytest.raises(ArgumentError, match="shows in a first sweep"):
+                run.prepare(part.start())
+            assert swept(run, part) == part.store_all()
+            assert run.prepare(part.start()).planner != "survey"
+            if comm.rank == 1:
+                part.sizes[9] += 1
+            with pytest.raises(BudgetError, match="rank 1: state 9 takes") as error:
+                swept(run, part)
+            said.append(str(error.value))
+            assert swept(run, part) == part.store_all()
+        with (
+            made(1000 if comm.rank else 8 * part.sizes[0]) as run,
+            pytest.raises(BudgetError, match=r"rank 0.*: budget of \d+ bytes < \d+ bytes of state"),
+        ):
+            run.forward(part.start())
+        return said
+
+    world = World(2)
+    found = succeed(run_ranks(2, work, world))
+    assert not world.aborted and found[0] == found[1]
 
 
 @core
@@ -246,3 +324,29 @@ def test_no_rank_keeps_more_than_its_memory_where_largest_steps_differ() -> None
         assert len({error for _, _, error in found}) == 1
         refused += "no plan was found that fits every rank" in found[0][2]
     assert 0 < refused < 10
+
+
+def rest_of_survey(seed: int, comm: Comm) -> list[Any]:
+    """Return the actions of the rest of a survey, which fit what this rank has left."""
+    draw = random.Random(f"{seed} {comm.rank}")
+    costs = Part(seed, comm.rank, None, 25).costs()
+    stages = tuple(
+        replace(stage, tape_bytes=stage.output_bytes * (21 if draw.random() < 0.1 else 1))
+        for stage in costs.stages
+    )
+    costs = replace(costs, stages=stages)
+    room, left = 4 * costs.largest_state_bytes, draw.choice([0, 1, 2]) * 100
+    agreed = Agreed(Ranks(cast(Any, comm)), tiered=False)
+    actions = list(agreed.surveyed(lambda: ((costs, room, None), left), "optimal"))
+    assert use_of(actions, costs).peak_bytes <= left + least_in_pieces(costs)
+    return actions
+
+
+@core
+def test_the_rest_of_a_survey_fits_every_rank() -> None:
+    slow = 0
+    for seed in range(30):
+        one, other = succeed(run_ranks(2, partial(rest_of_survey, seed)))
+        assert one == other
+        slow += sum(isinstance(action, Load) for action in one) >= 23
+    assert slow  # where nothing else fits, each step is run to from the start

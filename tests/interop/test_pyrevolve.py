@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from leaks import native_threads
+from leaving import on_time
 
+from multistage import native
 from multistage.backends import codecs
 from multistage.errors import ArgumentError, BudgetError, StateError, StoreError
 from multistage.interop import pyrevolve as ours
@@ -25,8 +27,9 @@ from multistage.measurement import chain
 from multistage.model.costs import Costs
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
+from multistage.planners.chain.pieces import chain_plan
 from multistage.planners.single.binomial import nu
-from multistage.reversing import uniform
+from multistage.reversing import unequal, uniform
 from multistage.reversing.first_sweep import GUESSED_STEP_S
 
 NT = 60
@@ -529,7 +532,7 @@ class Meshes:
     dtype, size = np.float64, 40
 
     def __init__(self, seed: int, nt: int = 24) -> None:
-        draw = random.Random(seed)
+        draw, self.nt = random.Random(seed), nt
         self.points = [draw.randint(1, 40) for _ in range(nt + 1)]
         self.dtypes = [draw.choice([np.float32, np.float64]) for _ in range(nt + 1)]
         self.start()
@@ -571,40 +574,102 @@ class Meshes:
             SimpleNamespace(apply=self.forward),
             SimpleNamespace(apply=self.backward),
         )
-        return ours.Revolver(self, forward, backward, options.pop("n", None), 24, **options)
+        return ours.Revolver(self, forward, backward, options.pop("n", None), self.nt, **options)
+
+    def exact(self) -> bytes:
+        """Return the bytes of the gradient, every state being kept."""
+        self.start()
+        kept: list[Any] = []
+        for i in range(self.nt):
+            kept.append(self.u)
+            self.forward(i, i + 1)
+        for i in reversed(range(self.nt)):
+            self.before = kept[i]
+            self.backward(i, i + 1)
+        return self.total.tobytes()
+
+    def gradient(self, revolver: ours.Revolver) -> bytes:
+        self.start()
+        revolver.apply_forward()
+        revolver.apply_reverse()
+        return self.total.tobytes()
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_checkpoints_of_unequal_size(seed: int) -> None:
     meshes = Meshes(seed)
-    kept: list[Any] = []
-    for i in range(24):
-        kept.append(meshes.u)
-        meshes.forward(i, i + 1)
-    for i in reversed(range(24)):
-        meshes.before = kept[i]
-        meshes.backward(i, i + 1)
-    expected = meshes.total.tobytes()
+    expected = meshes.exact()
     options: dict[str, Any] = {"memory": 900} if seed % 2 else {"n": 3}
     with meshes.revolver(costs=meshes.costs(), **options) as revolver:
-        for _ in range(2):
-            meshes.start()
-            revolver.apply_forward()
-            revolver.apply_reverse()
-            assert meshes.total.tobytes() == expected
+        assert [meshes.gradient(revolver) for _ in range(2)] == [expected] * 2
         counts = revolver.report().counts
         assert (
             counts.forward_steps + 24 == revolver.plan.forward_steps
         )  # those before adjoints, too
 
 
-def test_checkpoints_of_unequal_size_need_their_costs_and_fast_memory() -> None:
+@pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
+@pytest.mark.parametrize("where", ["memory:", "file:.?buffers=0", None])
+@pytest.mark.parametrize("nt", [24, pytest.param(400, marks=pytest.mark.long)])
+def test_checkpoints_of_unequal_size_stream_to_a_tier(
+    where: str | None, nt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By given costs, and by those that a first sweep has surveyed; 400 are more than a table."""
+    monkeypatch.chdir(tmp_path)
+    fast = Tier.of_rates(1e9, 1e9, tapes=False)
+    monkeypatch.setattr(unequal, "measured_rates", lambda *_: fast)
+    meshes = Meshes(3, nt)
+    expected, costs = meshes.exact(), meshes.costs()
+    options: dict[str, Any] = {"memory": "3 slots", "tiers": where}
+    if where is None:  # the folder of a DiskRevolver
+        options = {"diskstorage": True, "n": 3}
+    with meshes.revolver(costs=costs, **options) as revolver:
+        assert meshes.gradient(revolver) == expected
+        plan = revolver.plan
+        assert plan.writes == revolver.report().counts.writes > 0
+        assert meshes.gradient(revolver) == expected  # by the times that were seen
+    memory = chain_plan(costs, 3 * costs.largest_state_bytes, "revolve")
+    assert plan.makespan_s < 0.95 * memory.makespan_s
+    with on_time(), meshes.revolver(planner="survey", **options) as revolver:
+        assert meshes.gradient(revolver) == expected
+        assert revolver.report().counts.writes == 0
+        assert meshes.gradient(revolver) == expected
+        assert revolver.report().counts.writes == revolver.plan.writes > 0
+        assert meshes.gradient(revolver) == expected
+
+
+@pytest.mark.parametrize("memory", ["3 slots", 900])
+def test_a_survey_runs_no_step_before_its_sweep(memory: str | int) -> None:
+    meshes = Meshes(2)
+    expected, ran = meshes.exact(), []
+    forward = meshes.forward
+
+    def counted(t_start: int, t_end: int) -> None:
+        ran.extend(range(t_start, t_end))
+        forward(t_start, t_end)
+
+    meshes.forward = counted  # type: ignore[method-assign]
+    with meshes.revolver(memory=memory, planner="survey") as revolver:
+        meshes.start()
+        revolver.apply_forward()
+        assert ran == list(range(24))
+        revolver.apply_reverse()
+        assert meshes.total.tobytes() == expected
+        assert meshes.gradient(revolver) == expected
+        # A state that is larger now ends the sweep, which begins again, from state 0.
+        meshes.points[13] += 40
+        expected = meshes.exact()
+        ran.clear()
+        assert meshes.gradient(revolver) == expected
+        assert ran[:37] == [*range(13), *range(24)]
+        assert meshes.gradient(revolver) == expected
+
+
+def test_checkpoints_of_unequal_size_need_their_costs() -> None:
     meshes = Meshes(1)
     revolver = meshes.revolver(memory="3 slots")
-    with revolver, pytest.raises(StateError, match="unless costs=StageCosts"):
+    with revolver, pytest.raises(StateError, match="unless planner='survey'"):
         revolver.apply_forward()
-    with pytest.raises(ArgumentError, match="not streamed to a tier"):
-        meshes.revolver(costs=meshes.costs(), memory="3 slots", tiers="memory:")
     meshes.start()
     revolver = meshes.revolver(costs=meshes.costs(4), memory="3 slots")
     with revolver, pytest.raises(BudgetError, match=r"state 1 takes \d+ bytes, its costs say"):

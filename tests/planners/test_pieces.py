@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from multistage import native
+from multistage.actions import Advance, Load, Reverse, Tape
 from multistage.errors import ArgumentError, BudgetError
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
@@ -99,6 +100,38 @@ def test_a_tier_is_planned_for_in_short_runs_and_groups_as_at_once(seed, in_grou
     whole = plan_at_once(costs, memory, "optimal", rates)
     assert plan.peak_bytes <= memory
     assert plan.makespan_s <= 1.03 * whole.makespan_s
+
+
+@pytest.mark.long(but=("0-*",))
+@core
+@pytest.mark.parametrize("ways", ["at once", "stages", "groups"])
+@pytest.mark.parametrize("seed", range(10))
+def test_plans_that_keep_no_tape_stream_states(seed, ways, monkeypatch):
+    """With a tier that takes no time each step runs twice; no tier makes a plan slower."""
+    costs, memory, rates = streamed(seed)
+    monkeypatch.setattr(grouped, "_BAND", 24)
+    monkeypatch.setattr(grouped, "_SHORTEST", 24)
+    if ways == "groups":
+        monkeypatch.setattr(grouped, "_grouping", lambda true, room: (2, 150))
+    memory += pieces.least_in_pieces(costs)
+    plain = plan_at_once(costs, memory, "revolve")
+    for tier in (rates, Tier.of_rates(1e9, 1e9, tapes=False)):
+        if ways == "at once":
+            plan = plan_at_once(costs, memory, "revolve", tier)
+        else:
+            actions = grouped.plan_grouped(costs, memory, tier, tapes=False)
+            plan = Plan.judged("pieces", costs, memory, actions, tier)
+        assert plan.peak_bytes <= memory
+        most = 1.0 if ways == "at once" else 1.03
+        assert plan.makespan_s <= most * plain.makespan_s
+        held = None
+        for action in plan.actions:  # a tape is followed by its adjoint, before any other step
+            if isinstance(action, Tape | Advance | Load | Reverse):
+                assert held is None or action == Reverse(held)
+                held = action.step if isinstance(action, Tape) else None
+    forward_s = sum(stage.forward_s for stage in costs.stages)
+    turns_s = sum(stage.forward_s + stage.backward_s - stage.spared_s for stage in costs.stages)
+    assert plan.writes and plan.makespan_s <= 1.01 * (forward_s + turns_s)
 
 
 @core

@@ -195,6 +195,7 @@ class OperatorStates:
             self._first = _checked(values, "get_data(0)")
             self._kinds = [(array.shape, array.dtype) for array in self._first]
             self._layout = _Arrays.of(self._first)
+            self._layout.varied = self.varied
         return self._layout
 
     def slots(self, layout: Layout) -> Copies:
@@ -226,7 +227,8 @@ class OperatorStates:
             wanted = ", ".join(f"{shape} {dtype}" for shape, dtype in self._kinds)
             raise StateError(
                 f"{said} returned arrays {_kinds(arrays)}, get_data(0) {wanted}; every state must "
-                "have the arrays of the first, unless costs=StageCosts(...) are given"
+                "have the arrays of the first, unless planner='survey' measures each step, or "
+                "costs=StageCosts(...) are given"
             )
         if self._period:
             self._rotating[step % self._period] = arrays

@@ -27,6 +27,7 @@ from ...planners.streaming.overlap import on_tier, overlap
 from ...planners.synchronous.hierarchy import Level, count_actions, solve
 from ...report import Report
 from ...reversal import Reversal
+from ...reversing.arguments import SURVEY
 from ...support.values import whole
 from ..mpi import MPIReversal
 from ..ranks import Communicator, Ranks, shared_ranks, world_size
@@ -168,7 +169,7 @@ class BaseRevolver:
             compression,
             self.profiler,
             restored=restored,
-            varied=isinstance(costs, StageCosts),
+            varied=isinstance(costs, StageCosts) or planner == SURVEY,
         )
         decides = tiers is not None or assumed is None
         ranks = ranks_of(self.checkpoint, self._comm, decides=decides)
@@ -328,12 +329,13 @@ class SingleLevelRevolver(BaseRevolver):
     tiers : str, Store or sequence of them, optional
         Slow tiers such as `"file:///scratch"`, to which states are streamed.
     planner : str, Plan or callable, optional
-        As for `multistage.Reversal`; `"auto"` if another of these options is given.
+        As for `multistage.Reversal`; `"auto"` if another of these options is given;
+        `"survey"` for time steps that differ, which the first sweep then measures.
     costs : Costs or StageCosts, optional
         Assumed costs, such as `report().seen` of a revolver before; where any of
         these options is given without them, the first steps of the sweep are timed.
         StageCosts are for time steps that differ in cost, or in the arrays of their
-        checkpoints: one Stage for each time step; in memory only.
+        checkpoints: one Stage for each time step.
     progress : bool or None
         Show progress bars; None: on a terminal or in a notebook.
     comm : mpi4py.MPI.Comm, optional

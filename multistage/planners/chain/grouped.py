@@ -46,18 +46,23 @@ _VALUES, _BAND, _SHORTEST = 100_000_000, 256, 64
 _A_STATE, _FEWEST, _MOST = 3, 64, 500
 
 
-def plan_grouped(costs: StageCosts, limit: int, rates: Tier) -> list[Action] | None:
-    """Return the actions of the fastest plan found within `limit` bytes; None if none fits."""
+def plan_grouped(
+    costs: StageCosts, limit: int, rates: Tier, *, tapes: bool = True
+) -> list[Action] | None:
+    """Return the actions of the fastest plan found within `limit` bytes; None if none fits.
+
+    Without `tapes` none is kept but right before its adjoint; `rates` take none then.
+    """
     true, room = Sizes.of(costs), limit - costs.input_bytes
     if not is_plannable(true) or room < 1:
         return None
     size, slots = _grouping(true, room)
     if size == 1:
-        core = _core(true, slots, room, room, rates)
+        core = _core(true, slots, room, room, rates, tapes)
         pool = search(core, true, room, room / slots, rates)
     else:
         chain, starts = in_groups(costs, -(-len(costs.stages) // size), states=not rates.tapes)
-        core, pool = _refined(chain, starts, true, slots, room, rates)
+        core, pool = _refined(chain, starts, true, slots, room, rates, tapes)
     if not pool.found:
         return None
     laid = core.lay_out(pool.found[0][1])
@@ -78,17 +83,26 @@ def _grouping(true: Sizes, room: int) -> tuple[int, int]:
     raise AssertionError  # there is always a size
 
 
-def _core(true: Sizes, slots: int, room: int, covered: float, rates: Tier) -> Core:
+def _core(
+    true: Sizes, slots: int, room: int, covered: float, rates: Tier, tapes: bool = True
+) -> Core:
     """Return what judges plans of a chain, by a table of `slots` for `covered` bytes."""
     unit = covered / slots
     band = min(_BAND, _VALUES // (len(true) * slots))
     more = math.ceil(1.15 * slots)
-    table = Table(true.in_slots(unit), more, threads=default_threads(), band=max(band, 2))
+    threads = default_threads()
+    table = Table(true.in_slots(unit), more, tapes=tapes, threads=threads, band=max(band, 2))
     return Core(true, table, unit, room, rates)
 
 
 def _refined(
-    chain: StageCosts, starts: Sequence[int], true: Sizes, slots: int, room: int, rates: Tier
+    chain: StageCosts,
+    starts: Sequence[int],
+    true: Sizes,
+    slots: int,
+    room: int,
+    rates: Tier,
+    tapes: bool,
 ) -> tuple[Core, Pool]:
     """Return the best plans of a chain by those of its groups, and what judges them."""
     coarse = Sizes.of(chain)
@@ -97,7 +111,7 @@ def _refined(
     del core  # and its table, before the next is made
     band = int(math.sqrt(_VALUES / len(true)))
     covered = min(room, band * float(true.tape.mean()))
-    fine = _core(true, band, room, max(1.0, covered), rates)
+    fine = _core(true, band, room, max(1.0, covered), rates, tapes)
     pool = Pool(fine.judge)
     for fates in extremes(true):
         pool.offer(fates)

@@ -152,8 +152,9 @@ def plan_in_pieces(
     ]
     tried = counts or BLOCKS if planner == "optimal" else ()
     candidates += ((_in_blocks(costs, memory, count), None) for count in tried)
-    if rates is not None and (away := plan_grouped(costs.whole, memory, rates)):
-        candidates.append((away, rates))
+    if rates is not None:
+        away = plan_grouped(costs.whole, memory, rates, tapes=planner == "optimal")
+        candidates += [(away, rates)] if away else []
     found = []
     for actions, tier in candidates:
         with contextlib.suppress(BudgetError, ScheduleError):  # one block alone is too much
@@ -209,8 +210,7 @@ def survey(
     room_bytes: Callable[[int], int],
     is_last: Callable[[int], bool],
     state_bytes: Callable[[int], int],
-    costs_of: Callable[[int, int], StageCosts],
-    planner: PersistentPlanner,
+    reversing: Callable[[int, int, list[int]], Iterable[Action]],
 ) -> Schedule:
     """Yield the schedule of a first sweep.
 
@@ -224,8 +224,9 @@ def survey(
         state i is live.
     state_bytes : callable
         `state_bytes(i)`: of state i, once it has been live.
-    costs_of : callable
-        `costs_of(start, stop)`: of those steps, once they have run.
+    reversing : callable
+        `reversing(start, stop, kept)`: the actions that reverse those steps, which have
+        run, from live state `start`, with the states `kept`; without `EndForward`.
     """
     kept: dict[int, int] = {}
     every, i = 1, 0
@@ -244,22 +245,14 @@ def survey(
             kept[i] = size
             yield Save(i)
     yield EndForward()
-    end, whole = i, room_bytes(i - 1)
+    end = i
     for start in reversed([0, *kept]):
         yield Load(start)
         # Its own bytes are those of the input of what follows: they count once.
-        room = max(0, whole - sum(kept.values()))
-        yield from _reversed(costs_of(start, end), room, planner, start)
+        yield from reversing(start, end, [step for step in kept if step <= start])
         if start:
-            del kept[start]
             yield Free(start)
         end = start
-
-
-def _reversed(
-    costs: StageCosts, room: int, planner: PersistentPlanner, first: int
-) -> Iterator[Action]:
-    yield from without_end(plan(costs, room, planner, first=first))
 
 
 def without_end(actions: Iterable[Action]) -> Iterator[Action]:

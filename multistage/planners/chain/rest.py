@@ -73,15 +73,19 @@ class Rests:
         The chain's input included.
     inside : bool
         Whether a state can be taken out of a held tape that includes it.
+    tapes : bool
+        Whether tapes may be kept; False: only right before their adjoint.
     """
 
-    def __init__(self, costs: StageCosts, memory_bytes: int, *, inside: bool) -> None:
+    def __init__(
+        self, costs: StageCosts, memory_bytes: int, *, inside: bool, tapes: bool = True
+    ) -> None:
         self._true = true = Sizes.of(costs)
         self._limit = memory_bytes - costs.input_bytes
         self._inside = inside
         slots = _SLOTS if len(true) <= _LONG else _FEWER
         self._unit = max(1, self._limit) / slots
-        self._table = Table(true.in_slots(self._unit), slots)
+        self._table = Table(true.in_slots(self._unit), slots, tapes=tapes)
         self._work_s = float(true.forward_s.sum())
 
     def fastest(self, at: Rules, stuck_bytes: int = 0) -> Iterator[Rest]:
