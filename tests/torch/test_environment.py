@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import random
@@ -430,6 +431,44 @@ def test_a_backend_chosen_around_forward_alone() -> None:
                 model = chain
         grads = gradients(functools.partial(call, model), x, list(plain.parameters()))
         found.append([g.clone() for g in grads if g is not None])
+    assert_equal(*found)
+
+
+class Contracts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.einsum("ab,bc,cd->ad", x, self.a, self.b))
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_contractions_are_in_the_order_of_the_first_run(
+    assigned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    einsum: Any = torch.backends.opt_einsum
+    last_first = SimpleNamespace(contract_path=lambda *_, optimize: ([(1, 2), (0, 1)], ""))
+    monkeypatch.setattr(einsum.m, "is_available", lambda: True)
+    monkeypatch.setattr(einsum.m, "_opt_einsum", last_first)
+    monkeypatch.setattr(einsum.m, "enabled", True)
+    if assigned:
+        monkeypatch.setattr(einsum, "enabled", True)
+    model, x = nn.Sequential(*[Contracts() for _ in range(4)]), torch.randn(4, 8)
+    chain = recomputed(model, x)
+    found = []
+    for call in (model, chain):
+        with contextlib.ExitStack() as stack:
+
+            def between() -> None:
+                if assigned:
+                    stack.callback(setattr, einsum, "enabled", True)
+                    einsum.enabled = False
+                else:
+                    stack.enter_context(einsum.flags(enabled=False))
+
+            found.append(gradients(call, x, list(model.parameters()), between))
+            assert not einsum.enabled
     assert_equal(*found)
 
 

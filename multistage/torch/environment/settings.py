@@ -1,7 +1,7 @@
 """Settings outside of any module that decide what a computation computes.
 
 Autocast; which kernels may run (attention's backends, cuDNN, oneDNN, precision
-of matrix products, deterministic algorithms); the default dtype and device;
+of matrix products, orders of contraction, deterministic algorithms); the default dtype and device;
 how many threads share a sum; whether denormal numbers are flushed; modes that
 intercept functions and operators.
 """
@@ -172,6 +172,7 @@ def _flags() -> Iterator[_Flag]:
     yield _Flag("deterministic algorithms", _deterministic, _set_deterministic)
     mha = torch.backends.mha  # attention's kernel where no gradient is required
     yield _Flag("torch.backends.mha", mha.get_fastpath_enabled, mha.set_fastpath_enabled)
+    yield _Flag("torch.backends.opt_einsum", _einsum, _set_einsum)
     yield _Flag("matmul precision", _matmul_precision, _set_matmul_precision)
     cuda = torch.backends.cuda.is_built()
     for key in _PRECISIONS:
@@ -234,6 +235,18 @@ def _matmul_precision() -> str | None:
 def _set_matmul_precision(value: str | None) -> None:
     if value is not None:
         torch._C._set_float32_matmul_precision(value)
+
+
+def _einsum() -> tuple[bool, str | None]:
+    order: Any = torch.backends.opt_einsum
+    return order.enabled, order.strategy
+
+
+def _set_einsum(value: tuple[bool, str | None]) -> None:
+    # Assignments are kept beside the module that `flags` writes to, and come before it.
+    order: Any = torch.backends.opt_einsum
+    for key, each in zip(("enabled", "strategy"), value, strict=True):
+        vars(order if key in vars(order) else order.m)[key] = each
 
 
 def _deterministic() -> tuple[bool, bool, bool]:
