@@ -28,6 +28,7 @@ from multistage.errors import (
     StateError,
 )
 from multistage.torch.chains.stages import StageRunner
+from multistage.torch.environment import states
 from multistage.torch.measurement import measure
 from multistage.torch.measurement.traits import Remade
 from multistage.torch.tensors.checksums import Digests
@@ -439,6 +440,73 @@ def test_what_operations_of_torch_make_again_is_compared_by_the_check_alone(
     monkeypatch.setattr(StageRunner, "remake", wrong)
     with pytest.raises(StateError, match="does not do what the captured graph does"):
         mst.compile(Words(), memory=0.9)(torch.randint(40, (4, 12)))
+
+
+class Telling(Net):
+    """Returns a state between its blocks too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        told = x
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            told = x if number < 2 else told
+        return x, told
+
+
+@pytest.mark.parametrize("kept", ["whole", "in part"])
+def test_a_write_to_an_output_that_leaves_no_version_is_noticed(
+    kept: str, request: pytest.FixtureRequest
+) -> None:
+    extra = None
+    if kept == "in part":
+        request.getfixturevalue("cheap")
+        extra = lambda block, y: torch.tanh(torch.sin(y))  # noqa: E731
+    compiled = mst.compile(Telling(extra), memory=0.9 if extra else 0.6)
+    for write in (False, True):
+        x, told = compiled(batch())
+        if write:
+            told.detach().numpy()[:] *= 2
+        loss = x.square().mean()
+        if not write:
+            loss.backward()
+            continue
+        with pytest.raises(StateError, match="holds other numbers"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("memory", [0.4, 0.7])
+def test_of_states_that_nothing_else_can_write_to_no_checksum_is_taken(
+    memory: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, x = mst.compile(Net(), memory=memory), batch()
+    step(compiled, x)
+    seen: list[int] = []
+    monkeypatch.setattr(states, "digest", lambda tensor: seen.append(tensor.data_ptr()))
+    step(compiled, x)
+    assert {*seen} == {x.data_ptr()}
+
+
+def rarely(block: Any, y: Tensor) -> Tensor:
+    """Draw numbers by how large a buffer is: at first none."""
+    return torch.tanh(y + torch.poisson(block.count.expand(y.shape)) * torch.sigmoid(y))
+
+
+@pytest.mark.parametrize("kept", ["whole", "in part"])
+def test_operations_that_draw_nothing_at_first_are_watched(
+    kept: str, request: pytest.FixtureRequest
+) -> None:
+    if kept == "in part":
+        request.getfixturevalue("cheap")
+    plain, x = Net(rarely), batch()
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.6 if kept == "whole" else 0.9)
+    step(compiled, x)
+    step(plain, x)
+    for model in (plain, ours):
+        model.zero_grad()
+        for block in model.blocks:
+            block.count.fill_(3)
+    assert_equal(trained(compiled, ours, x), trained(plain, plain, x))
 
 
 @pytest.mark.usefixtures("cheap")

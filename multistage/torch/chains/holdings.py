@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,15 +17,16 @@ from torch import Tensor
 
 from ...actions import Answer, Await, Drop, Evict, Get, Offer, Put
 from ...backends.lifetimes import Birth, end
-from ...errors import CheckpointWarning, MultistageError
+from ...errors import CheckpointWarning, MultistageError, StateError
 from ...execute.sweep import Moved, Sweep, Wait
 from ...states.slots import Kept
 from ..environment.states import KeptState
 from ..measurement.saved import Caught, written_to
+from ..tensors.checksums import digest
 from ..tensors.geometry import Geometry, is_plain
 from ..tiers.groups import Origin, TensorGroup, Watch
 from ..tiers.lane import ChainTier, TierLane, Transfer
-from .stages import StageRunner
+from .stages import StageRunner, storages_of_all
 
 _LAST = 4  # transfers, whose rate is that of now
 
@@ -58,6 +59,7 @@ class HeldTape:
         "_parts",
         "_spare",
         "_stage",
+        "_sums",
         "_tensors",
         "_versions",
         "is_whole",
@@ -72,15 +74,44 @@ class HeldTape:
         self._inputs: dict[int, tuple[Origin, Geometry, Watch]] = {}
         self._group: TensorGroup | None = None
         self._spare: KeptState | None = None
+        self._sums: dict[int, int | None] = {}
         self.state = state
         self.output: KeptState | None = None
         self.is_whole = caught.without is None
 
+    def guard(self, storages: Set[int], own: Set[int]) -> None:
+        """Notice other bits, in these storages, of what the rest is made again from.
+
+        Of parameters, which lie in the storages `own`, a stage's environment does.
+        """
+        if self.is_whole:
+            return
+        if self.state is not None and _lie_in(self.state.tensors(), storages | own):
+            self.state.summed()
+        for number, tensor in enumerate(self._tensors):
+            if tensor is not None and _lie_in([tensor], storages):
+                self._sums[number] = digest(tensor)
+
     def rest(self) -> Sequence[Tensor | None] | None:
-        """Return the tensors that it holds; None if one was written to since it was saved."""
+        """Return the tensors that it holds; None if one was written to since it was saved.
+
+        Raises
+        ------
+        StateError
+            If one was without a new version.
+        """
         pairs = zip(self._tensors, self._versions, strict=True)
-        written = any(tensor is not None and tensor._version != v for tensor, v in pairs)
-        return None if written else self._tensors
+        if any(tensor is not None and tensor._version != v for tensor, v in pairs):
+            return None
+        for number, before in self._sums.items():
+            tensor = self._tensors[number]
+            if tensor is not None and digest(tensor) != before:
+                raise StateError(
+                    f"a tensor that stage {self._stage} saved for its gradient, part of an output, "
+                    "holds other numbers than in the forward pass, though no version says so: "
+                    "NumPy or .data wrote to it; call backward before, or write to a clone"
+                )
+        return self._tensors
 
     def complete(self, made: Mapping[int, Tensor]) -> None:
         """Take the tensors that it did not hold."""
@@ -190,6 +221,11 @@ class HeldTape:
         return tensor
 
 
+def _lie_in(tensors: Iterable[Tensor], storages: Set[int]) -> bool:
+    """Whether one of some tensors lies in one of these storages."""
+    return not storages_of_all(tensors).isdisjoint(storages)
+
+
 @dataclass(eq=False, slots=True)
 class _Sent:
     """A state or a tape in the tier, or on its way there or back."""
@@ -252,6 +288,25 @@ class Holdings:
         """Note when a forward sweep begins."""
         self._began_s, self._stalled_s = time.perf_counter(), self.stall_s
         self._begun_s = time.thread_time()
+
+    def handed_out(self, output: Sequence[Tensor]) -> None:
+        """Notice other bits of what is held and lies in the input, the output or a parameter.
+
+        Of other states checksums were taken before, unless all stages are operations of torch
+        alone: nothing else can write to them.
+        """
+        held = [kept.state for kept in self.held.values() if kept is not None]
+        tapes = [kept.state for kept in self.tapes.values() if kept.state is not None]
+        if not (held or tapes):
+            return
+        storages, own = self.staying | storages_of_all(output), self._stages.all_storages()
+        for state in held:
+            assert isinstance(state, KeptState)
+            if not state.sums and _lie_in(state.tensors(), storages | own):
+                state.summed()
+        for tape in tapes:
+            assert isinstance(tape, HeldTape)
+            tape.guard(storages, own)
 
     def turn(self) -> None:
         """Note how busy the machine was with other work: the forward sweep is over."""

@@ -241,7 +241,10 @@ class Links(Slots[Box, object]):
     def keep(self, state: Box, where: int | str) -> Kept:
         """Return a state as it is kept, by reference."""
         (live,) = state
-        return Kept(live if isinstance(live, KeptState) else KeptState.of(live).summed(), ())
+        if isinstance(live, KeptState):
+            return Kept(live, ())
+        kept = KeptState.of(live)
+        return Kept(kept if self._stages.is_closed else kept.summed(), ())
 
     def adopt(self, arrays: Sequence[object], step: int) -> Kept:
         """Not called: see `Holdings.wait`."""
@@ -343,6 +346,7 @@ class Run:
             assert isinstance(live, list)
             last = live.pop()
             self._stages.returned(len(self._stages), tensors_in(last))
+            holdings.handed_out(tensors_in(last))
             if self._metered is not None:
                 self._metered.returned(tensors_in(last))
             return last

@@ -62,10 +62,13 @@ class StageRunner:
         self._watched = 0  # of these
         self._generators = Generators()
         self._random: tuple[State, ...] = ()  # of the generators, between two stages
+        self._is_random_old = False  # whether stages that draw nothing ran since
         # Kinds and checksums of the tensors that each stage saved where its graph holds numbers.
         self._first: dict[int, tuple[list[Kind], list[int | None]]] = {}
         self._wants: dict[int, tuple[bool, ...]] = {}  # of the leaves of each state, at first
         self._home = Home()
+        # Nothing but operations of torch sees the states between stages.
+        self.is_closed = all(trait.is_pure for trait in traits)
         # With other threads: generators, buffers, the stages of a captured graph.
         self._shares = any(trait.draws or trait.buffers for trait in traits)
         self._shares |= any(getattr(stage, "is_bound", False) for stage in stages)
@@ -178,6 +181,8 @@ class StageRunner:
             way = sizes.way(leaves, around.found.number)
             count = None if sizes.knows(way) else Count(i, sizes)
         del leaves
+        if trait.may_draw and self._is_random_old:
+            self._random = self._generators.capture()
         stage, between, caught = self._stages[i], None, Caught(trait.name, holds=holds)
         if isinstance(stage, Joined) and stage.sizes:
             between = partial(stage.look, self._devices | _HOST, count)
@@ -188,9 +193,11 @@ class StageRunner:
         if sizes is not None and count is not None:
             count.end()
             sizes.counted(way, count.nbytes)
-        before, self._random = self._random, self._generators.capture()
-        if around.drew(self._generators, before, self._random, trait.draws):
-            self._shares = True
+        self._is_random_old = not trait.may_draw
+        if trait.may_draw:
+            before, self._random = self._random, self._generators.capture()
+            if around.drew(self._generators, before, self._random, trait.draws):
+                self._shares = True
         around.verify()
         TURN.moved()
         return state, caught
@@ -215,7 +222,7 @@ class StageRunner:
         trait = self.traits[i]
         if self._check != "off" and again and not (trait.fills or trait.is_pure):
             caught.digests = Digests()
-        caught.counts_alone = trait.is_pure and trait.remade is None
+        caught.counts_alone = trait.is_pure
         self._first[i] = caught.kinds, caught.sums
         caught.begun = nodes_made()
         return Saved(caught.see, partial(unpack, i), self._refusing(i), stage=self.traits[i].name)
@@ -292,8 +299,8 @@ class StageRunner:
         self, i: int, state: KeptState, tape: Sequence[Tensor | None]
     ) -> dict[int, Tensor] | None:
         """Return what the tape of stage i does not hold, by number; None if it is not known how."""
-        remade, (kinds, _) = self.traits[i].remade, self._first[i]
-        if remade is None or [kind[:3] for kind in kinds] != remade.kinds:
+        remade = self.traits[i].remade
+        if remade is None or not remade.fits(tape):
             return None
         with torch.no_grad(), self._around[i].again():
             made = remade.make(state.fresh(self._wants[i], False), tape)
@@ -336,7 +343,7 @@ class StageRunner:
         digests = Digests() if self._first[i][1] else None
         name = self.traits[i].name
         caught = Caught(name, around.places(), digests=digests, enough=enough)
-        caught.counts_alone = self.traits[i].is_pure and self.traits[i].remade is None
+        caught.counts_alone = self.traits[i].is_pure
         caught.without = None if alone else self.traits[i].remade
         with (
             contextlib.suppress(Complete),
@@ -352,6 +359,10 @@ class StageRunner:
     def storages(self, i: int) -> set[int]:
         """Return the addresses of storages of the environment of stage i."""
         return storages_of_all(self._around[i].found.tensors)
+
+    def all_storages(self) -> set[int]:
+        """Return the addresses of storages of the environments of all stages."""
+        return storages_of_all([t for each in self._around.values() for t in each.found.tensors])
 
 
 def storages_of_all(tensors: Iterable[Tensor]) -> set[int]:

@@ -101,8 +101,9 @@ class Environment:
         )
         self._versions = [t._version for t in self._tensors]
         self._flags = [t.requires_grad for t in self._tensors]
-        self._pointers = [] if exchanges_memory() else addresses(self._tensors)
-        self._sizes, self._sums = self._summed() if by_value else ([], [])
+        at = addresses(self._tensors)
+        self._pointers = [] if exchanges_memory() else at
+        self._sizes, self._sums = self._summed(at) if by_value else ([], [])
         self._places: dict[int, int] | None = None
         self._kept = cloned(buffers) if keep_values else []
         self._kept_versions = [0 if b is None else version_of(b) for b in buffers]
@@ -224,8 +225,9 @@ class Environment:
         """Raise StateError if a tensor was changed since it was captured."""
         for tensor in self._written():
             raise self._changed(tensor, "was changed in place between forward and backward")
+        at = addresses(self._tensors)
         if self._pointers and not exchanges_memory():
-            for tensor in self._others(addresses(self._tensors), self._pointers):
+            for tensor in self._others(at, self._pointers):
                 raise self._changed(
                     tensor,
                     "was given other memory between forward and backward (by .data, .to(), "
@@ -233,7 +235,7 @@ class Environment:
                 )
         if not self._sums:
             return
-        sizes, now = self._summed()
+        sizes, now = self._summed(at)
         if now != self._sums:
             before = zip(self._sizes, self._sums, strict=True)
             for tensor, size, bits, (size_before, bits_before) in zip(
@@ -248,9 +250,8 @@ class Environment:
                         "a fused optimizer's step, .data, NumPy, or the stage itself wrote to it",
                     )
 
-    def _summed(self) -> tuple[Sequence[int], list[int | None]]:
-        """Return the bytes and the checksums of the tensors; None for those elsewhere."""
-        at = addresses(self._tensors)
+    def _summed(self, at: list[int]) -> tuple[Sequence[int], list[int | None]]:
+        """Return the bytes and the checksums of the tensors at some addresses."""
         sizes = [t.nbytes if where else 0 for t, where in zip(self._tensors, at, strict=True)]
         known = self.found.memory
         if known is None or known[0] is not self._changing or known[1:3] != (at, sizes):

@@ -261,7 +261,7 @@ def _look_with_graph(
             raise
         unhooked = True
         again = run(random.disturbed(drawn, seeded))
-    graded = False
+    graded, may_draw = False, recorded is None or recorded.may_draw
     # Ranks that run a stage together run it as often.
     if exchanges_memory() or not _all_equal(plain, again):
         # Twice: hidden state would make a stage differ from itself.
@@ -271,9 +271,11 @@ def _look_with_graph(
             seeded |= {*random.generators.names} - drawn
     if done is not None and recorded is not None:
         graded = graded or recorded.noted != done.noted
+        may_draw = may_draw or done.may_draw
     trait = replace(
         trait,
         draws=drawn | seeded,
+        may_draw=may_draw or bool(drawn | seeded),
         graded=graded,
         differentiates=saved.is_asked,
         unhooked=unhooked or any(t.is_nested for t in saved.held()),

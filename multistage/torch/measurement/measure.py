@@ -248,7 +248,7 @@ class StageRun:
         if known is None or not trait.is_simple:
             return stage, ()
         given = stage.tape_bytes, found.forward_s
-        remade = known(self._fresh, self._device, *given, draws=bool(trait.draws))
+        remade = known(self._fresh, self._device, *given, draws=trait.may_draw)
         ways = []
         for each in remade:
             made_bytes, again_s = self._remaking(each)
@@ -284,7 +284,7 @@ class StageRun:
         To capture its environment and put it back, to read the generators, to hand each
         tensor that it saves to a hook and back, and to take its checksum.
         """
-        generators = Generators() if self._trait.draws else None
+        generators = Generators() if self._trait.may_draw else None
 
         def twice() -> None:  # as it first runs, and as it runs again
             trait = self._trait
@@ -535,7 +535,8 @@ def _kind_of(call: Call, trait: Traits, state: object) -> object | None:
 
     places = list(own)
     buffers = tuple([places.index(key) for _, key in trait.buffers])
-    does = trait.draws, trait.graded, trait.differentiates, trait.unhooked, trait.fills
+    draws = trait.draws, trait.may_draw
+    does = *draws, trait.graded, trait.differentiates, trait.unhooked, trait.fills
     of_values = tuple([kind(value) for value in (*leaves, *own.values())])
     return call.signature, str(spec), of_values, buffers, does, trait.changes_input
 

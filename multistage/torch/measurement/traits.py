@@ -208,8 +208,16 @@ class Remade:
 
     def leaves_out(self, number: int, tensor: Tensor) -> bool:
         """Whether a tensor that the stage saves as its `number`-th is not kept."""
-        kind = tensor.shape, tensor.dtype, tensor.stride()
-        return number in self.views and self.kinds[number] == kind
+        return number in self.views and self._is_known(number, tensor)
+
+    def fits(self, tape: Sequence[Tensor | None]) -> bool:
+        """Whether what is kept of a tape is of those kinds."""
+        return len(tape) == len(self.kinds) and all(
+            tensor is None or self._is_known(n, tensor) for n, tensor in enumerate(tape)
+        )
+
+    def _is_known(self, number: int, tensor: Tensor) -> bool:
+        return self.kinds[number] == (tensor.shape, tensor.dtype, tensor.stride())
 
     def make(self, state: object, tape: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Return the tensors that are not kept, by their numbers."""
@@ -253,6 +261,9 @@ class Traits:
         Buffers it changes.
     draws : frozenset of str
         Names of the generators that it draws from, or seeds.
+    may_draw : bool
+        Whether it may draw where it did not when it was profiled, as operations of torch may
+        whose numbers of draws depend on values, and as anything else may.
     graded : bool
         Whether it must be run with a graph to give the same bits.
     changes_input : bool
@@ -282,6 +293,7 @@ class Traits:
     name: str
     buffers: tuple[tuple[nn.Module, str], ...] = ()
     draws: frozenset[str] = frozenset()
+    may_draw: bool = True
     graded: bool = False
     changes_input: bool = False
     differentiates: bool = False
@@ -308,6 +320,7 @@ class Traits:
             name=name,
             buffers=tuple({(id(m), k): (m, k) for t in traits for m, k in t.buffers}.values()),
             draws=frozenset().union(*[t.draws for t in traits]),
+            may_draw=any(t.may_draw for t in traits),
             graded=any(t.graded for t in traits),
             changes_input=traits[0].changes_input,
             differentiates=any(t.differentiates for t in traits),

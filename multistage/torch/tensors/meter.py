@@ -184,6 +184,11 @@ class Operations(TorchDispatchMode):
             self.noted.append(func)
         return func(*args, **(kwargs or {}))
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether one of them may draw random numbers."""
+        return any(torch.Tag.nondeterministic_seeded in func.tags for func in self.noted)
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False

@@ -120,8 +120,8 @@ class _Number(int):
         return f"%{int(self)}"
 
 
-# What adds numbers in whichever order threads come.
-_UNSTEADY = {"index_put", "index_put_", "put", "put_"}
+# What adds numbers in whichever order threads come; what lets a write leave no version.
+_UNSTEADY = {"index_put", "index_put_", "put", "put_", "_get_data_attr"}
 
 
 def _is_of_torch(node: fx.Node) -> bool:

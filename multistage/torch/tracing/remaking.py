@@ -8,6 +8,7 @@ random numbers.  Which ones they are is decided by their measured seconds.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
 from functools import partial
@@ -26,11 +27,13 @@ from ..measurement.saved import Saved, itself
 from ..measurement.traits import Remade
 from ..tensors.checksums import same_bits
 from ..tensors.geometry import Geometry, is_plain
+from ..tensors.meter import Operations
 from .observing import _PLAIN, storage_of
 
 # Bytes that are not kept for a second of making them again, as multiples of what running the
-# whole stage again gives: each is a way to keep the stage's tape.
-_WORTH = (1.5, 6.0)
+# whole stage again gives: each is a way to keep the stage's tape.  Below 1, little is kept: what
+# is dear alone, such as masks of dropout.
+_WORTH = (0.6, 1.5, 6.0)
 _ROUNDS = 3
 
 
@@ -47,7 +50,7 @@ class Remaking(fx.Interpreter):
         Returns the state to run it on.
     device : torch.device
     draws : bool
-        Whether it draws random numbers.
+        Whether it may draw random numbers.
     """
 
     def __init__(
@@ -99,7 +102,10 @@ class Remaking(fx.Interpreter):
         before = [t._version for t in given]
         random = None if self._generators is None else self._generators.capture()
         found: list[Any] = []
-        took_s = seconds_of(lambda: found.append(super(Remaking, self).run_node(n)), self._device)
+        looks = self._generators is not None and n not in self._seconds
+        with Operations() if looks else contextlib.nullcontext() as done:
+            run = lambda: found.append(super(Remaking, self).run_node(n))  # noqa: E731
+            took_s = seconds_of(run, self._device)
         self._seconds[n] = min(took_s, self._seconds.get(n, took_s))
         for tensor, version in zip(given, before, strict=True):
             if tensor._version != version:
@@ -109,6 +115,7 @@ class Remaking(fx.Interpreter):
             for leaf in pytree.tree_leaves(found[0])
         )
         drew = self._generators is not None and random != self._generators.capture()
+        drew = drew or (done is not None and done.may_draw)
         if drew or not plain or isinstance(n.target, HigherOrderOperator):
             self._impure.add(n)
         return found[0]
