@@ -469,15 +469,16 @@ class Stream:
         return True
 
     def _put_large(self, key: int, arrays: Sequence[Array], block: bool) -> bool:
+        if not block and self.waits():  # the price of an offer, mostly
+            return self._refused(_WAIT)
         if key in self._landings:
             self.drop(key)  # that was not dropped yet
         pieces = self._pieces_of(key, arrays)
         number, self._next = self._next, self._next + 1
         self._kept[number] = tuple(arrays)
-        while True:
-            answer = self._held.ms_stream_put(self._handle, key, number, pieces, len(pieces))
-            if answer > 0 or not self._again(answer, block):
-                break
+        put, given = self._held.ms_stream_put, (self._handle, key, number, pieces, len(pieces))
+        while (answer := put(*given)) <= 0 and self._again(answer, block):
+            pass
         if self._view.news:
             self._tell()
         if answer > 0:
@@ -490,9 +491,8 @@ class Stream:
     def _placed(self, block: bool) -> bool:
         """Find a place for the next small state; whether there is one."""
         room = self._held.ms_stream_room
-        answer = room(self._handle)
-        while answer <= 0 and self._again(answer, block):
-            answer = room(self._handle)
+        while (answer := room(self._handle)) <= 0 and self._again(answer, block):
+            pass
         return answer > 0 or self._refused(answer)
 
     def _again(self, answer: int, block: bool) -> bool:
@@ -552,7 +552,10 @@ class Stream:
 
     def waits(self) -> bool:
         """Whether a `put` with `block` would wait now."""
-        return not self._held.ms_stream_ready(self._handle)
+        ready = self._held.ms_stream_ready(self._handle)
+        if self._view.news:
+            self._tell()
+        return not ready
 
     # ------------------------------------------------------------------- reads
 
@@ -663,14 +666,9 @@ class Stream:
         view.news = 0
         while held.ms_stream_record(handle, self._record):
             one = self._record
+            times = 1e-9 * one.start_ns, 1e-9 * one.stop_ns
             self._transfers.append(
-                TransferRecord(
-                    "read" if one.is_read else "write",
-                    one.key,
-                    1e-9 * one.start_ns,
-                    1e-9 * one.stop_ns,
-                    one.nbytes,
-                )
+                TransferRecord("read" if one.is_read else "write", one.key, *times, one.nbytes)
             )
         while (number := held.ms_stream_freed(handle)) >= 0:
             self._medium.free(number)

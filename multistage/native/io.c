@@ -67,11 +67,17 @@ typedef struct lane {
 struct io {
     io_options_t o;
     int64_t allocated, running, ending, past;
+    sum_t *add;
     lane_t lane[2];
     _Atomic int64_t completed, waiters;
     pthread_mutex_t mutex;
     pthread_cond_t changed;
 };
+
+static void add_plain(void *sum, const char *data, int64_t nbytes)
+{
+    XXH3_64bits_update(sum, data, (size_t)nbytes);
+}
 
 static void take(sem_t *semaphore)
 {
@@ -201,15 +207,15 @@ static void sum_and_copy(const io_t *io, char *to, const char *from, int64_t nby
 {
     for (int64_t n; nbytes; to += n, from += n, nbytes -= n) {
         n = min64(nbytes, BLOCK);
-        XXH3_64bits_update(sum, from, (size_t)n);
+        io->add(sum, from, n);
         io->past ? io_copy_past(to, from, n) : (void)memcpy(to, from, (size_t)n);
     }
 }
 
-static void sum_zeros(char *to, int64_t nbytes, XXH3_state_t *sum)
+static void sum_zeros(const io_t *io, char *to, int64_t nbytes, XXH3_state_t *sum)
 {
     memset(to, 0, (size_t)nbytes);
-    XXH3_64bits_update(sum, to, (size_t)nbytes);
+    io->add(sum, to, nbytes);
 }
 
 /* Copy bytes offset .. offset+nbytes of a record, and sum them; `piece` is where the last call
@@ -224,7 +230,7 @@ static void gather(const io_t *io, const job_t *job, int64_t *piece, char *to, i
         if (p->offset >= stop)
             break;
         if (p->offset > at) {
-            sum_zeros(to + (at - offset), p->offset - at, sum);
+            sum_zeros(io, to + (at - offset), p->offset - at, sum);
             at = p->offset;
         }
         if (end > at) {
@@ -236,7 +242,7 @@ static void gather(const io_t *io, const job_t *job, int64_t *piece, char *to, i
             break;
     }
     if (stop > at)
-        sum_zeros(to + (at - offset), stop - at, sum);
+        sum_zeros(io, to + (at - offset), stop - at, sum);
     if (io->past)
         io_fence();
 }
@@ -263,7 +269,7 @@ static void *write_front(void *argument)
             char *data = job->data ? job->data + offset
                                    : io->o.bounce + lane->tail % lane->length * io->o.chunk_bytes;
             if (job->data)
-                XXH3_64bits_update(&sum, data, (size_t)nbytes);
+                io->add(&sum, data, nbytes);
             else
                 gather(io, job, &piece, data, offset, nbytes, &sum);
             if (last)
@@ -334,7 +340,7 @@ static void finish_read(lane_t *lane, const chunk_t *chunk)
 {
     int64_t error = chunk->error;
     if (!error)
-        XXH3_64bits_update(&lane->sum, chunk->data, (size_t)chunk->nbytes);
+        lane->io->add(&lane->sum, chunk->data, chunk->nbytes);
     if (!chunk->last)
         return;
     if (!error && !lane->io->o.unverified && XXH3_64bits_digest(&lane->sum) != chunk->job->sum)
@@ -414,6 +420,7 @@ int64_t ms_io_start(io_t *io, const io_options_t *options)
         io->allocated = INT64_MAX;
     else
         io->past = io_is_direct(io->o.fd);
+    io->add = io_faster_sum(add_plain);
     if (!io->o.pwrite)
         io->o.pwrite = io_pwrite;
     if (!io->o.pread)

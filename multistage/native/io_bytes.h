@@ -70,6 +70,11 @@ static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static inline int64_t pages_of(int64_t nbytes) { return (nbytes + PAGE - 1) / PAGE * PAGE; }
 
+/* Add bytes to a state of XXH3, XXH3_state_t. */
+typedef void sum_t(void *sum, const char *data, int64_t nbytes);
+/* What adds them by wider registers where the processor has them, else `plain`. */
+sum_t *io_faster_sum(sum_t *plain);
+
 /* Copy bytes that a device reads next, past the caches: it would take them out of these one by one,
  * at twice the time for the copy that follows. */
 void io_copy_past(char *to, const char *from, int64_t nbytes);

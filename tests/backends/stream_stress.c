@@ -3,6 +3,8 @@
  * whole number of pages and takes whole pages alone, in one whose writes fail now and then, and outside a file.  Exits 0 if every byte came back that was put. */
 #define _GNU_SOURCE
 #include "../../multistage/native/io_bytes.h"
+#define XXH_INLINE_ALL
+#include "../../multistage/native/xxhash/xxhash.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -146,12 +148,37 @@ static int run(int fd, int64_t count, int64_t room, transfer_t *write_with, int 
     return wrong + (stream != NULL);
 }
 
+static void add(void *sum, const char *data, int64_t nbytes)
+{
+    XXH3_64bits_update(sum, data, (size_t)nbytes);
+}
+
+/* Checksums by whatever registers, of bytes in other portions. */
+static int sums(void)
+{
+    int wrong = 0;
+    for (int i = 0; i < LARGE; i++)
+        landing[0][i] = (char)rand();
+    for (int turn = 0; turn < TURNS; turn++) {
+        XXH3_state_t plain, faster;
+        XXH3_64bits_reset(&plain), XXH3_64bits_reset(&faster);
+        int64_t begin = rand() % 99, stop = begin + rand() % (LARGE - 99);
+        add(&plain, landing[0] + begin, stop - begin);
+        for (int64_t at = begin, n; at < stop; at += n) {
+            n = min64(stop - at, 1 + rand() % PAGE);
+            io_faster_sum(add)(&faster, landing[0] + at, n);
+        }
+        wrong += XXH3_64bits_digest(&plain) != XXH3_64bits_digest(&faster);
+    }
+    return wrong;
+}
+
 int main(void)
 {
     FILE *file = tmpfile();
     if (!file)
         return 2;
-    int fd = fileno(file), wrong = 0;
+    int fd = fileno(file), wrong = sums();
     for (int64_t count = 1; count <= COUNT; count += COUNT - 1)
         for (int single = 0; single < 2; single++) {
             wrong += run(fd, count, -1, NULL, 0, single);

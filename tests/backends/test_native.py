@@ -389,7 +389,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_a_driver_in_c_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None:
     compiler, folder = shutil.which("cc"), ROOT / "multistage" / "native"
-    sources = [folder / f"{name}.c" for name in ("io", "io_bytes", "stream", "stream_parts")]
+    sources = [
+        folder / f"{name}.c" for name in ("io", "io_bytes", "io_sum", "stream", "stream_parts")
+    ]
     if compiler is None or not all(source.exists() for source in sources):
         pytest.skip("needs a C compiler and the sources")
     program = tmp_path / "stress"
