@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_484,
+    "package_lines": 61_511,
     "classes": 484,
-    "functions": 3893,
+    "functions": 3894,
     "files_under_60": 4,
-    "import_lines": 3528,
+    "import_lines": 3531,
     "twins": 0,
-    "test_lines": 56_349,
+    "test_lines": 56_415,
 }
 
 

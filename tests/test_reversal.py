@@ -301,6 +301,24 @@ def test_given_costs_are_corrected_by_what_a_sweep_shows(tier: str | None) -> No
             assert first.seen.tiers[0].write_s == pytest.approx(seconds * 64 / moved)
 
 
+@pytest.mark.parametrize(("planned_s", "kept"), [(7200.0, True), (1e-12, False)])
+@pytest.mark.parametrize("name", ["memory:?buffers=0", "memory:?buffers=0 + memory:1GiB?buffers=0"])
+def test_a_share_of_a_bandwidth_that_others_leave_idle(
+    name: str, planned_s: float, kept: bool
+) -> None:
+    """Rates that a sweep sees are divided already where others transfer, and too high else."""
+    tier = Tier("slow", planned_s, planned_s)
+    for share in (1, 8):
+        shared = name.replace("=0", f"=0&share={share}")
+        costs = Costs(3600.0, 7200.0, tiers=(tier,))
+        with sines(costs=costs, memory="3 slots", tiers=shared, planner="interval") as run:
+            assert sweep(run) == sines_answer()
+            assert run.costs is not None and run.costs.forward_step_s < 1.0
+            (found,) = run.costs.tiers
+            assert (found == tier) == (kept and share > 1)
+            assert found.write_s > planned_s or kept
+
+
 def test_a_given_plan_stays() -> None:
     made = PLANNERS["revolve"](COSTS, 5, N)
     with sines(planner=made, costs=None) as run:

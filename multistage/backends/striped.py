@@ -340,6 +340,7 @@ class StripedStore(BaseStore):
             written = written and made
             if self._failures[number] < _FAILURES and not state.cancelled:
                 self._failures[number] = 0 if made else self._failures[number] + 1
+        state.cancelled = state.cancelled and not written
         if not written:
             self._lose(key, state)
         return written
@@ -353,7 +354,7 @@ class StripedStore(BaseStore):
         self._hold.check()
         state = self._states.get(key)
         if state is not None:
-            state.cancelled = True
+            state.cancelled = not self.ended(key, 0.0)  # what is written stays
             for _, path in self._paths_of(state):
                 path.cancel(key)
 

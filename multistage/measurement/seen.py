@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
+from ..backends.base import Store
 from ..execute.ledger import Counts
 from ..model.costs import Costs
+from ..model.tier import Tier
 from ..schedule.timeline import Timeline
 
 # A plan is made again when what it rests on has changed by this factor.
@@ -65,6 +67,23 @@ def seen_costs(costs: Costs, timeline: Timeline, counts: Counts) -> Costs:
         reverse_step_s=reverse_s,
         tape_step_s=tape_s,
         tiers=tiers,
+    )
+
+
+def within_share(seen: Tier, planned: Tier, store: Store) -> Tier:
+    """Return the rates that a sweep has shown, none faster than planned where `store` has a share.
+
+    Others use the same bandwidth there.  What they leave idle for a while is theirs; what they
+    take already shows.
+    """
+    if all(part.share == 1 for part in store.parts()):
+        return seen
+    return replace(
+        seen,
+        write_s=max(seen.write_s, planned.write_s),
+        read_s=max(seen.read_s, planned.read_s),
+        write_bytes_per_s=min(seen.write_bytes_per_s, planned.write_bytes_per_s),
+        read_bytes_per_s=min(seen.read_bytes_per_s, planned.read_bytes_per_s),
     )
 
 

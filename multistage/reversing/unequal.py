@@ -33,7 +33,7 @@ from ..execute.executor import Executor, Resumed
 from ..execute.late import Late, Stages
 from ..execute.ledger import Counts
 from ..execute.metered import LargerThanPlanned, Metered, Seen, of_chain, require_state
-from ..measurement.seen import leaving_out
+from ..measurement.seen import leaving_out, within_share
 from ..model.chain import Chain
 from ..model.costs import Costs
 from ..model.stages import StageCosts
@@ -419,15 +419,17 @@ class Unequal(Generic[State, Adjoint]):
                 self.costs = seen
             return seen
         if self._rates is not None:
-            rates = self._rates if self.tier is None else seen_rates(self._rates, timeline)
+            assert self._first_rates is not None
+            rates = self._rates
+            if self.tier is not None:
+                rates = within_share(seen_rates(rates, timeline), self._first_rates, self.tier)
             is_late = self.late is not None and bool(self.late.why)
             if is_late:
                 assert self.late is not None and isinstance(self.late.course, Stages)
                 rates = self.late.course.slowed(rates)
             if self._left_out(self.tier is not None, is_late):
-                assert self._first_rates is not None
                 rates = self._first_rates
-            if rates is not self._rates:
+            if rates != self._rates:
                 self._rates, self.stale = rates, True
         if self._n_steps is not None:
             costs = seen if not self._given or self.costs is None else _timed(self.costs, seen)

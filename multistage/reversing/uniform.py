@@ -26,7 +26,7 @@ from ..execute.metered import Metered
 from ..measurement.chain import GUESSED_RATIO, measure, sample, starting, with_tiers
 from ..measurement.compression import choose_compression
 from ..measurement.driver import action_seconds
-from ..measurement.seen import drifted, leaving_out, seen_costs
+from ..measurement.seen import drifted, leaving_out, seen_costs, within_share
 from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import NOT_KEPT, Costs
@@ -413,10 +413,12 @@ class Uniform(Generic[State, Adjoint]):
         plan = self.plan
         drawn = self.in_hindsight(n_steps) if plan is None else lambda: plan
         if self.resumed is None and self._arguments.agreement is None:
+            self._first_tiers = self._first_tiers or self.costs.tiers
             seen = seen_costs(self.costs, timeline, counts)
+            tiers = zip(seen.tiers, self._first_tiers, self._arguments.stores, strict=True)
+            seen = replace(seen, tiers=tuple(within_share(*tier) for tier in tiers))
             if self._late is not None and self._late.why:
                 seen = replace(seen, tiers=self._late.slowed(seen.tiers))
-            self._first_tiers = self._first_tiers or self.costs.tiers
             if self._left_out(counts.writes > 0, bool(counts.late)):
                 seen = replace(seen, tiers=self._first_tiers)
             if drifted(self.costs, seen):

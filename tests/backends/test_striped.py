@@ -259,6 +259,20 @@ def test_gradients_with_faults_are_exact(name: str, both: bool) -> None:
     assert lost
 
 
+def test_a_state_that_was_written_counts_as_lost_though_it_was_cancelled() -> None:
+    lossy = FaultyStore(MemoryStore(), lose_read=lambda k: True)
+    store = StripedStore(lossy, MemoryStore())
+    store.open(Layout.of(state(0)))
+    for key in range(2):
+        assert store.put(key, [state(key)], block=True) and store.wait_written(key)
+        if key:
+            store.cancel(key)
+        with pytest.raises(CheckpointLost):
+            store.get(key)
+        assert store.stats.lost == key + 1
+    store.close()
+
+
 def test_bytes_that_were_changed_are_lost() -> None:
     class Flipped(Ram):
         def read(self, slot: int, data: Array) -> None:

@@ -509,6 +509,23 @@ def test_states_travel_where_steps_are_too_many_for_one_table(
         assert run.report().counts.lost == 0
 
 
+@pytest.mark.parametrize("share", [1, 8])
+def test_a_share_of_a_bandwidth_that_others_leave_idle(
+    share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = Tier.of_rates(30.0, 60.0, tapes=False)
+    monkeypatch.setattr(unequal, "measured_rates", lambda *_: rates)
+    case = Case(4, "functional", 20, scale=3)
+    tier = f"memory:?buffers=0&share={share}"
+    with Reversal(case.chain(), costs=case.costs, memory="3 slots", tiers=tier) as run:
+        planned = []
+        for _ in range(2):
+            assert swept(run, case) == case.store_all()
+            planned.append(run.report().plan.tier)
+        assert planned[0] == rates
+        assert (planned[1] == rates) == (share > 1)
+
+
 @pytest.mark.long(but="functional-*")
 @pytest.mark.parametrize("fault", ["refuse", "lose_write", "lose_read"])
 @pytest.mark.parametrize("kind", ["functional", "in-place-tape", "one-tape"])

@@ -844,6 +844,21 @@ def test_rates_are_not_taken_for_those_of_a_busy_machine(monkeypatch: pytest.Mon
     assert used.rates.write_bytes_per_s == 25.0
 
 
+def test_a_share_of_a_bandwidth_is_measured_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, seen = tiered.Tiered(["memory:?share=8"]), Carried(800, 1, 1.0)
+    monkeypatch.setattr(tiered, "_round", lambda *_: (seen, seen))
+    assert used.measured(CPU, None).write_bytes_per_s == 100.0
+    monkeypatch.setattr(tiered.Tiered, "_look", lambda _: (seen, seen))
+    assert not any(used.drifted() for _ in range(9))  # the others do nothing now
+    seen = Carried(100, 1, 4.0)
+    assert any(used.drifted() for _ in range(20))
+    assert used.rates is not None and used.rates.write_bytes_per_s < 26.0
+    seen = Carried(800, 1, 1.0)
+    assert any(used.drifted() for _ in range(200))
+    assert used.rates.write_bytes_per_s == 100.0
+    used.close()
+
+
 @pytest.mark.usefixtures("fast_tiers")
 def test_a_plan_that_is_hardly_slower_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = sequential(store())

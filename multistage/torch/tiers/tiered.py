@@ -14,6 +14,7 @@ from torch import Tensor
 from ...backends.base import Store
 from ...backends.urls import TierName
 from ...errors import ArgumentError
+from ...measurement.seen import within_share
 from ...model.tier import Tier
 from ...states.layout import Layout
 from .lane import Carried, ChainTier, TierLane
@@ -50,6 +51,7 @@ class Tiered:
     def __init__(self, names: Sequence[TierName]) -> None:
         self.names = tuple(names)
         self.rates: Tier | None = None
+        self._first_rates: Tier | None = None
         self.slowdown = 0.0
         self._tier: ChainTier | None = None
         self._buffer_bytes = 0
@@ -134,7 +136,7 @@ class Tiered:
             self._due_s = now_s + _AGAIN * _LOOK_S
         if now_s < self._due_s or (self._tier is not None and self._tier.is_closing):
             return False
-        self.rates = None
+        self.rates = self._first_rates = None
         return True
 
     def looked(self, seconds: float) -> None:
@@ -166,6 +168,9 @@ class Tiered:
             read_bytes_per_s=fetch or max(1e-3, self.rates.read_bytes_per_s / self._slower),
         )
         self._slower = 1.0
+        if self._tier is not None:
+            self._first_rates = self._first_rates or self.rates
+            found = within_share(found, self._first_rates, self._tier.store)
         pairs = (
             (found.write_bytes_per_s, self.rates.write_bytes_per_s),
             (found.read_bytes_per_s, self.rates.read_bytes_per_s),
@@ -246,8 +251,8 @@ def _probed(tier: ChainTier, most_bytes: int) -> tuple[Tier, float]:
     # in the way of other work: what that costs on average is no part of it.
     write, read = (max(each[way].bytes_per_s(0.0) or 0.0 for each in rounds[1:]) for way in (0, 1))
     rates = Tier.of_rates(
-        write_bytes_per_s=max(write, 1.0),
-        read_bytes_per_s=max(read, 1.0),
+        write_bytes_per_s=max(write / tier.store.share, 1.0),
+        read_bytes_per_s=max(read / tier.store.share, 1.0),
         latency_s=_latency(lane, records[0][:1]),
         capacity_bytes=_capacity(tier.store, tier.page_bytes),
         name=tier.store.name,
