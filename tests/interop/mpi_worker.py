@@ -28,10 +28,12 @@ from multistage.execute.executor import Executor
 from multistage.interop import pyrevolve
 from multistage.interop.mpi import MPIReversal
 from multistage.model.costs import Costs
+from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
 from multistage.states.layout import Layout
 
 N = 60
+DIFFERING = [(i, 1.0 + i % 7) for i in range(N)]  # seconds of each step
 COSTS = Costs(1e-4, 2e-4, state_bytes=10, tiers=(Tier("file", 2.5e-4, 2.5e-4),))
 
 
@@ -260,6 +262,21 @@ def dropin(comm: Any, folder: Path) -> dict[str, Any]:
         *drop.operators(), 5, N, filedir=str(folder), comm=comm
     ) as revolver:
         found["on disk"] = [drop.gradient(revolver) for _ in range(2)], drop.wave.steps
+    stages = [Stage(f"{i}", s, 2 * s, drop.nbytes, drop.nbytes, 0) for i, s in DIFFERING]
+    kinds: tuple[dict[str, Any], ...] = (
+        {"costs": StageCosts(tuple(stages), drop.nbytes)},
+        {"planner": "survey"},
+    )
+    for options in kinds:
+        drop, tier = Drop(comm), f"file:{folder}"
+        three = drop.operators()
+        with pyrevolve.Revolver(
+            *three, None, N, memory="3 slots", tiers=tier, comm=comm, **options
+        ) as revolver:
+            gradients = [drop.gradient(revolver) for _ in range(2)]
+            assert revolver.plan.writes or "planner" in options
+            assert revolver.report().counts.writes == revolver.plan.writes
+        found[f"steps that differ, {min(options)}"] = gradients, drop.wave.steps
     return found
 
 

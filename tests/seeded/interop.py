@@ -41,4 +41,12 @@ interop/test_pyrevolve.py
 interop/test_pyrevolve.py
 -             levels = (Level(1), *levels)
 +             pass
+
+interop/test_mpi_unequal.py
+-             self._opened.open(stores, largest_of(self.costs))  # a plan of ranks has other bytes
++             self._opened.open(stores, largest_of(self.plan.stage_costs))
+
+interop/test_mpi_unequal.py
+-             if self.most(use_of(actions, own).peak_bytes - limit) <= 0:
++             if True:
 """)
