@@ -149,11 +149,10 @@ class Unequal(Generic[State, Adjoint]):
         self._rates: Tier | None = None
         self._first_rates: Tier | None = None
         self._left_out = leaving_out()
-        # A durable run needs no plan that reads from its folder.
         self._streams = self._store is not None
-        if self._durable is not None:
-            self._streams = native.LIBRARY is not None and not one_tape(chain)
-        if self._streams:
+        if self._durable is not None:  # which needs no plan that reads from its folder
+            self._streams = native.LIBRARY is not None
+        elif self._streams:
             require_core()
         self._chain, self._n_steps, self._budget = chain, given.n_steps, given.budget
         self.costs = given.costs if isinstance(given.costs, StageCosts) else None

@@ -173,19 +173,22 @@ def test_writes_that_serve_only_to_resume_are_cheap() -> None:
 
 
 @core
+@pytest.mark.parametrize("planner", ["optimal", "revolve"])
 @given(disks(), st.integers(0, 9), st.booleans(), st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
-def test_what_is_left_of_unequal_steps_is_legal_and_fits(disk, seed, taped, random) -> None:
+@settings(max_examples=100, deadline=None)
+def test_what_is_left_of_unequal_steps_is_legal_and_fits(
+    planner, disk, seed, taped, random
+) -> None:
     stored, n, slots, end = disk
     stored = [step for step in stored if step]
     case = Case(seed, "tape" if taped else "functional", n)
     costs, slots = of_chain(case.costs, case.chain()), min(slots, 4)
     rates = random.choice([None, Tier.of_rates(random.choice([50.0, 500.0]), 500.0, tapes=False)])
     room = slots * costs.largest_state_bytes
-    most = least_beside(costs, "optimal", rates) + room
+    most = least_beside(costs, planner, rates) + room
     rules, doubt = Rules.in_bytes(costs, recovers=True), random.choice([0.0, 0.0, 0.3])
     Resumed(tuple(stored), None, end).tell(rules)
-    for action in resumed_actions(costs, room, "optimal", rates, stored, end):
+    for action in resumed_actions(costs, room, planner, rates, stored, end):
         answer = rules.usual_answer(action)
         if isinstance(action, Await):
             answer = random.random() >= doubt
