@@ -95,16 +95,18 @@ STORES: dict[str, Callable[[Path], Any]] = {
 _COUNT = 6
 
 
-@pytest.mark.long(but=("cascade", "striped"))
-@pytest.mark.parametrize("name", STORES)
+@pytest.mark.long(but=("cascade-53", "striped-53"))
+@pytest.mark.parametrize(
+    ("name", "stride"), [*((name, 17) for name in STORES), ("cascade", 53), ("striped", 53)]
+)
 def test_no_wait_is_left_that_never_ends(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("multistage.backends.striped._LEAST", 1)  # these states are cut
     if name.startswith("native") and "native" not in available_engines():
         pytest.skip("the C core was not built")
     states = [np.full(1024, float(key)) for key in range(_COUNT)]
-    at, stride, hit = 1, 17, True
+    at, hit = 1, True
     while hit:
         hit = False
         store = STORES[name](tmp_path)

@@ -64,7 +64,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks, and a head that is tied to the first of them."""
 
-    def __init__(self, extra: Extra | None = None, blocks: int = 6) -> None:
+    def __init__(self, extra: Extra | None = None, blocks: int = 4) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(extra) for _ in range(blocks)])
 
@@ -250,7 +250,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         )
     },
     "autocast": lambda: (InAutocast(), batch()),
-    "only autocast": lambda: (OnlyAutocast(), batch()),
+    "only autocast": lambda: (OnlyAutocast(blocks=6), batch()),
     "unet": lambda: (UNet(), batch()),
     "words": lambda: (Words(), torch.randint(40, (4, 12))),
 }
@@ -910,7 +910,7 @@ def test_a_tier(tmp_path: Path) -> None:
 def test_the_backend_is_registered(tmp_path: Path) -> None:
     (point,) = [p for p in entry_points(group="torch_dynamo_backends") if p.name == "multistage"]
     assert callable(point.load())
-    plain = Net(dropping)
+    plain = Net(dropping, blocks=6)
     ours = copy.deepcopy(plain)
     options = {"memory": 0.6, "tiers": f"file://{tmp_path}?buffers=64KiB"}
     call = torch.compile(ours, backend="multistage", fullgraph=True, options=options)

@@ -52,8 +52,15 @@ NOT_PLAIN = {
     "unroll": ("Renormalised", "LateBuffer"),
     "offload": ("Overwrites",),
 }
+# Not left to the long tests: kinds that `unroll` or plain autograd refuses, and some others.
+SHORT = [
+    "sequential-*",
+    *(f"unroll-{name}" for name in (*REFUSED["unroll"], *NOT_PLAIN["unroll"])),
+    *(f"*-{name}" for name in ("Dense", "BatchNorm", "Dropout", "Seeded", "Bias", "Overwrites")),
+]
 
 
+@pytest.mark.long(but=SHORT)
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("front", REFUSED)
 def test_every_kind_of_module_is_exact_or_refused(front: str, name: str) -> None:
