@@ -340,6 +340,7 @@ class BaseStore:
     exact: bool = True
     engine: str = ""
     share: int = 1
+    warns: bool = True  # that it is full: not as a part of another store, which may not be
 
     @property
     def levels(self) -> Sequence[Store]:
@@ -384,6 +385,13 @@ def require_distinct(stores: Sequence[Store], what: str) -> None:
                     "overwrite its own checkpoints: give each a store of its own"
                 )
             seen.add(id(part))
+
+
+def silence(store: Store) -> None:
+    """Have a store that is opened as a part of another one not warn that it is full."""
+    for part in store.parts():
+        if isinstance(part, BaseStore):
+            part.warns = False
 
 
 def close_all(stores: list[Store]) -> Exception | None:

@@ -42,6 +42,7 @@ from .base import (
     TransferRecord,
     close_all,
     require_distinct,
+    silence,
 )
 from .lifetimes import Hold
 from .medium import warn_full
@@ -246,8 +247,7 @@ class CascadeStore(BaseStore):
             self._warned = False
             self._others = itertools.count(-1, -1)
             for level in self._both:
-                if isinstance(level, StreamedStore):
-                    level.warns = False  # that it is full: the cascade is not
+                silence(level)
                 level.open(layout)
                 self._opened.append(level)
         except BaseException:
@@ -362,7 +362,7 @@ class CascadeStore(BaseStore):
 
     def _refused(self) -> bool:
         self.stats.refused_full += 1
-        if not self._warned:
+        if self.warns and not self._warned:
             self._warned = True
             capacity = self.capacity_bytes
             used = f"its capacity of {capacity} bytes is used"

@@ -125,7 +125,6 @@ class StreamedStore(BaseStore):
         # Of a medium that is a file, whose bytes the C core's own threads move.
         self._hooks: tuple[Hook | None, Hook | None] | None = None
         self._hold = Hold(name)
-        self.warns = True  # when it is full
 
     # ------------------------------------------------------------------- life
 

@@ -46,6 +46,7 @@ from .base import (
     TransferRecord,
     close_all,
     require_distinct,
+    silence,
 )
 from .lifetimes import Hold
 from .medium import warn_full
@@ -220,9 +221,7 @@ class StripedStore(BaseStore):
             self._warned = False
             for path in self._paths:
                 path.queue_depth = self.queue_depth
-                for part in path.parts():
-                    if isinstance(part, StreamedStore):
-                        part.warns = False  # that it is full: the others may not be
+                silence(path)
                 path.open(inner)
                 self._opened.append(path)
         except BaseException:
@@ -323,7 +322,7 @@ class StripedStore(BaseStore):
     def _refused(self, is_full: bool) -> bool:
         self.stats.refused += 1
         self.stats.refused_full += is_full
-        if is_full and not self._warned:
+        if is_full and self.warns and not self._warned:
             self._warned = True
             warn_full(f"tier {self.name!r}", "all of its paths are full or have failed")
         return False

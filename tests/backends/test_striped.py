@@ -301,6 +301,18 @@ def test_a_part_that_is_refused_takes_the_others_back() -> None:
     store.close()
 
 
+@pytest.mark.parametrize("lower", ["memory:", "memory: + memory:1GiB", "memory:8MiB > memory:"])
+def test_a_full_level_of_a_cascade_is_no_full_tier(lower: str) -> None:
+    """Warnings are errors here."""
+    store = open_store(f"memory:4MiB + memory:2MiB > {lower}")
+    store.open(Layout.of(state(0)))
+    for key in range(20):
+        assert store.put(key, [state(key)], block=True)
+    for key in reversed(range(20)):
+        assert np.array_equal(store.get(key)[0], state(key))
+    store.close()
+
+
 def test_a_path_that_cannot_be_used(tmp_path: Path) -> None:
     there = FileStore(tmp_path)
     store = StripedStore(there, FileStore(tmp_path / "missing"))
