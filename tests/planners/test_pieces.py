@@ -134,6 +134,27 @@ def test_plans_that_keep_no_tape_stream_states(seed, ways, monkeypatch):
     assert plan.writes and plan.makespan_s <= 1.01 * (forward_s + turns_s)
 
 
+def tight(seed):
+    """Return unequal steps and a limit with hardly a state of room beside the largest."""
+    rng, stages = random.Random(seed), []
+    for i in range(150):
+        output, seconds = rng.randint(0, 2000), rng.lognormvariate(0, 0.3)
+        over = [rng.choice([0, 0, 1000]) for _ in range(3)]
+        sizes = output, output + rng.randint(0, 4000), rng.choice([output, 0])
+        stages.append(Stage(f"{i}", seconds, 2 * seconds, *sizes, *over))
+    costs = StageCosts(tuple(stages), 1000)
+    return costs, pieces.least_in_pieces(costs) + 150
+
+
+@core
+@pytest.mark.parametrize("seed", [1, 2, 4])
+def test_little_memory_is_divided_in_slots_fine_enough(seed):
+    (costs, memory), rates = tight(seed), Tier.of_rates(300, 600, tapes=False)
+    actions = grouped.plan_grouped(costs, memory, rates)
+    plan = Plan.judged("pieces", costs, memory, actions, rates)
+    assert plan.makespan_s <= 1.01 * plan_at_once(costs, memory, "optimal", rates).makespan_s
+
+
 @core
 def test_the_table_of_a_band_is_that_of_all_runs_up_to_its_length():
     costs = chain(70)

@@ -43,7 +43,7 @@ from .table import Table, default_threads
 # Of a table: values, and of the longest and shortest band.
 _VALUES, _BAND, _SHORTEST = 100_000_000, 256, 64
 # Slots of memory: so many for a state of mean size, if they are not too many.
-_A_STATE, _FEWEST, _MOST = 3, 64, 500
+_A_STATE, _FEWEST, _MOST = 3, 150, 500
 
 
 def plan_grouped(
