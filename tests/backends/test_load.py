@@ -205,7 +205,7 @@ SWEEPS = """
     "kind", ["memory", "memory faulty", "memory reopened", *FILE_ENGINES, "direct reopened"]
 )
 def test_nothing_grows_over_a_thousand_sweeps(tmp_path: Path, kind: str) -> None:
-    most = 3.5 * 16_000  # one state in a hundred sweeps
+    most = 50_000 + 3.5 * 16_000  # one state in a hundred sweeps would be more, with chance's part
     found = answer_of(start_child(SWEEPS, tmp_path, kind))
     if found["grown"] > most:  # by chance, once
         found = answer_of(start_child(SWEEPS, tmp_path, kind))
