@@ -160,7 +160,7 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_516,
+    "package_lines": 61_518,
     "classes": 484,
     "functions": 3895,
     "files_under_60": 4,

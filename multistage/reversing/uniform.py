@@ -415,8 +415,10 @@ class Uniform(Generic[State, Adjoint]):
         if self.resumed is None and self._arguments.agreement is None:
             self._first_tiers = self._first_tiers or self.costs.tiers
             seen = seen_costs(self.costs, timeline, counts)
-            tiers = zip(seen.tiers, self._first_tiers, self._arguments.stores, strict=True)
-            seen = replace(seen, tiers=tuple(within_share(*tier) for tier in tiers))
+            # Given costs may tell of fewer tiers than there are.
+            stores = self._arguments.stores[: len(seen.tiers)]
+            tiers = map(within_share, seen.tiers, self._first_tiers, stores)
+            seen = replace(seen, tiers=tuple(tiers))
             if self._late is not None and self._late.why:
                 seen = replace(seen, tiers=self._late.slowed(seen.tiers))
             if self._left_out(counts.writes > 0, bool(counts.late)):
