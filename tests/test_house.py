@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_518,
+    "package_lines": 61_520,
     "classes": 484,
     "functions": 3895,
     "files_under_60": 4,
     "import_lines": 3533,
     "twins": 0,
-    "test_lines": 56_485,
+    "test_lines": 56_504,
 }
 
 

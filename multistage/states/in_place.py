@@ -195,11 +195,13 @@ class InPlace(Copies):
                 leaves[k] = _EMPTY  # what is there goes before anything comes in its place
                 fresh.append(k)
         leaves = ordered_as(leaves, arrays)
+        where: Any = kept.state
+        layout = self._layouts.at(where)  # its keys have the order they had in that state
         if fresh:
-            live = replaced(live, self._layout.state(leaves))
+            live = replaced(live, layout.state(leaves))
             for k in fresh:
                 leaves[k] = duplicate(arrays[k])
-        self._tree = replaced(live, self._layout.state(leaves))
+        self._tree = replaced(live, layout.state(leaves))
         return cast(State, self._tree)
 
     def check(self, live: object, where: int | str) -> None:

@@ -163,6 +163,25 @@ def test_within_blocks(tree: str, in_place: bool) -> None:
         assert run.reverse(np.asarray(1)) == expected(started(tree))
 
 
+@pytest.mark.parametrize("slots", [1, 99])
+def test_keys_change_places_together_with_shapes(slots: int) -> None:
+    """In place, each state is restored in its own order, not in that of state 0."""
+
+    def forward(state: Any, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            names, total = list(state), sum(k * a.sum() for k, a in enumerate(state.values(), 1))
+            state.clear()
+            state.update((name, np.full(i % 5 + 1, np.cos(total + i))) for name in names[::-1])
+
+    stages = [Stage("", 1.0, 2.0, 16 * (i % 5 + 1), 16 * (i % 5 + 1), 0) for i in range(N)]
+    chain, start = InPlaceChain(forward, told), {"b": np.ones(3), "a": np.ones(2)}
+    _, wanted = kept(chain, {**start}, np.asarray(1), N)
+    costs = StageCosts(tuple(stages), 40)
+    with Reversal(chain, costs=costs, memory=f"{slots} slots") as run:
+        run.forward(start)
+        assert run.reverse(np.asarray(1)) == wanted
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("at", [3, 12])
