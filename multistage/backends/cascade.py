@@ -393,7 +393,7 @@ class CascadeStore(BaseStore):
         self._hold.check()
         state = self._states.get(key)
         if state is not None:
-            state.cancelled = not self.ended(key, 0.0)  # what is written stays
+            state.cancelled |= not self.ended(key, 0.0)  # what is written stays
             self._level(state).cancel(state.number)
 
     def ended(self, key: int, timeout_s: float) -> bool:

@@ -353,7 +353,7 @@ class StripedStore(BaseStore):
         self._hold.check()
         state = self._states.get(key)
         if state is not None:
-            state.cancelled = not self.ended(key, 0.0)  # what is written stays
+            state.cancelled |= not self.ended(key, 0.0)  # what is written stays
             for _, path in self._paths_of(state):
                 path.cancel(key)
 

@@ -273,6 +273,27 @@ def test_a_state_that_was_written_counts_as_lost_though_it_was_cancelled() -> No
     store.close()
 
 
+@pytest.mark.parametrize("kind", [StripedStore, CascadeStore])
+def test_a_write_that_is_cancelled_twice_is_not_lost(kind: type[StripedStore]) -> None:
+    gate = threading.Event()
+
+    def held(name: str, number: int) -> None:
+        gate.wait()
+
+    store = kind(faulty(held, 16 * LARGE), MemoryStore())
+    store.open(Layout.of(state(0)))
+    for key in range(2):  # the second one waits for the first, and so is not made
+        assert store.put(key, [state(key)], block=True)
+    store.cancel(1)
+    gate.set()
+    while not store.ended(1, 60.0):
+        pass
+    store.cancel(1)
+    assert not store.wait_written(1) and store.wait_written(0)
+    assert store.stats.lost == 0
+    store.close()
+
+
 def test_bytes_that_were_changed_are_lost() -> None:
     class Flipped(Ram):
         def read(self, slot: int, data: Array) -> None:
