@@ -40,6 +40,9 @@ from .pullbacks import (
     weakened,
 )
 
+# One function for all loops: JAX keeps an entry for each that `jax.eval_shape` is given.
+_raw_like: Any = cast(Any, jax.jit(raw)).eval_shape
+
 # From the gradients by the last carry and the ys to those by what f closes over, state 0 and xs.
 Reverse: TypeAlias = Callable[[tuple[Arrays, Arrays]], tuple[object, object, object]]
 
@@ -124,7 +127,7 @@ class _Loop:
             const_tree.raw(tuple(map(strong, closed.consts))),
             carry_tree.raw(init),
             x_tree.raw(jax.tree.map(strong, xs)),
-            tuple(jax.eval_shape(raw, y) for y in closed.out_avals[len(carry_tree.keys) :]),
+            tuple(map(_raw_like, closed.out_avals[len(carry_tree.keys) :])),
             tuple(map(is_weak, closed.out_avals)),
             n,
             backwards,

@@ -226,6 +226,22 @@ def test_loops_with_one_jaxpr_are_compiled_once(case):
     assert program.costs
 
 
+def test_calls_leave_no_objects_behind():
+    def call():
+        jax.grad(lambda c: loss(ours("3 slots"), W, c, XS))(C0)
+
+    def objects():
+        gc.collect()
+        return len(gc.get_objects())
+
+    for _ in range(3):
+        call()
+    before = objects()
+    for _ in range(40):
+        call()
+    assert objects() - before < 40
+
+
 def test_loops_that_differ_in_a_constant_are_not_taken_for_one():
     table = [np.arange(4.0, dtype=np.float32), np.ones(4, np.float32)]
 
