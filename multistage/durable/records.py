@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import struct
@@ -282,12 +283,10 @@ class OrderedLayout(Layout):
             tree = None
             if self.spec != first.spec:
                 tree = _told(self.spec.unflatten(range(len(self.leaves))))
-            kinds = [(leaf.shape, np.lib.format.dtype_to_descr(leaf.dtype)) for leaf in self.leaves]
-            made = json.dumps([tree, kinds])
-            try:
+            made, same, told = "", False, np.lib.format.dtype_to_descr
+            with contextlib.suppress(BadFile, ValueError):  # fields in another order than in memory
+                made = json.dumps([tree, [(leaf.shape, told(leaf.dtype)) for leaf in self.leaves]])
                 same = _formed(made, first, self.record_bytes).same_as(self)
-            except BadFile:
-                same = False
             if not same or len(made) > TABLE_LIMIT // 2:
                 raise StateError(_NO_TEXT.format(self.spec))
             self._form = made
@@ -425,14 +424,15 @@ class OrderedLayout(Layout):
 
 @lru_cache(maxsize=256)
 def _formed(form: str, first: OrderedLayout, record_bytes: int) -> OrderedLayout:
-    """Return the layout that `form` gave; no element of it takes more than a record.
+    """Return the layout that `form` gave; no element of it takes much more than a record.
 
     Raises BadFile if the text is none.
     """
     try:
         tree, kinds = json.loads(form)
         dtypes = [np.lib.format.descr_to_dtype(_tupled(descr)) for _, descr in kinds]
-        if max((dtype.itemsize for dtype in dtypes), default=0) > record_bytes:
+        # An array of no elements may be of large ones.
+        if max((dtype.itemsize for dtype in dtypes), default=0) > max(record_bytes, _CHUNK):
             raise ValueError("an element is larger than its record")
         leaves = [
             np.broadcast_to(np.zeros((), dtype), shape)
@@ -440,13 +440,14 @@ def _formed(form: str, first: OrderedLayout, record_bytes: int) -> OrderedLayout
         ]
         state = first.spec.unflatten(leaves) if tree is None else _grown(tree, leaves)
         return OrderedLayout.of(state)
-    except (ValueError, TypeError, LookupError, RecursionError, StateError) as error:
+    except (ValueError, TypeError, LookupError, RecursionError, SyntaxError, StateError) as error:
         raise BadFile(f"the layout of a record cannot be read: {error}") from None
 
 
 _NO_TEXT = (
     "a durable run whose steps differ writes down the tree of each state: {} is not made of "
-    "dicts with keys of str and int, lists and tuples alone; use these, or the tree of the first"
+    "dicts with keys of str and int, lists and tuples alone; use these, or the tree of the first, "
+    "and dtypes that numpy.save keeps"
 )
 
 

@@ -36,9 +36,16 @@ from multistage.durable.headers import (
     run_table,
 )
 from multistage.durable.journal import Journal
-from multistage.durable.records import OrderedLayout, Records, checksum_of, used_bytes
+from multistage.durable.records import (
+    OrderedLayout,
+    Records,
+    _formed,
+    checksum_of,
+    used_bytes,
+)
 from multistage.durable.status import inspect
 from multistage.durable.store import DurableStore
+from multistage.errors import StateError
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.states.layout import Array
@@ -454,3 +461,15 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> Non
             folder.read("states-0", size, 0, np.empty(4, np.uint8))
     finally:
         folder.close()
+
+
+def test_forms_of_unusual_dtypes() -> None:
+    """Those of arrays without elements may be large; what cannot be told is refused by name."""
+    first = OrderedLayout.of(np.zeros(3))
+    empty = OrderedLayout.of(np.zeros(0, "S1000"))
+    assert _formed(empty.form(first), first, empty.record_bytes).same_as(empty)
+    turned = np.zeros(2, [("a", "f8"), ("b", "f4")])[["b", "a"]]
+    with pytest.raises(StateError, match=r"dtypes that numpy\.save keeps"):
+        OrderedLayout.of(turned).form(first)
+    with pytest.raises(BadFile, match="cannot be read"):
+        _formed('[null, [[[3], "i4,(3"]]]', first, 1000)
