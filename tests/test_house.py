@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_521,
+    "package_lines": 61_544,
     "classes": 484,
-    "functions": 3895,
+    "functions": 3897,
     "files_under_60": 4,
     "import_lines": 3534,
     "twins": 0,
-    "test_lines": 56_560,
+    "test_lines": 56_600,
 }
 
 

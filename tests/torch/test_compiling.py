@@ -442,6 +442,46 @@ def test_what_operations_of_torch_make_again_is_compared_by_the_check_alone(
         mst.compile(Words(), memory=0.9)(torch.randint(40, (4, 12)))
 
 
+class Window(nn.Module):
+    """Takes a part of what it makes, by a number that comes with each call."""
+
+    def __init__(self, part: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.part = part
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        for layer in self.layers:
+            x = x + self.part(layer(x), start).sum(0)
+        return x
+
+
+def saved_part(y: Tensor, start: int) -> Tensor:
+    return torch.sin(torch.tanh(y)[start : start + 8])
+
+
+def part_of_what_is_kept(y: Tensor, start: int) -> Tensor:
+    y = functional.dropout(y, 0.3)
+    return torch.sin(torch.tanh(y[start : start + 8])) + torch.sin(y).mean(0)
+
+
+@pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize("part", [saved_part, part_of_what_is_kept])
+def test_what_is_made_again_lies_where_it_lay_in_this_call(
+    part: Callable[[Tensor, int], Tensor],
+) -> None:
+    plain, x = Window(part), batch(32, WIDTH)
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.9, dynamic=True)
+    for start in (3, 5, 9):
+        for model, call in ((plain, plain), (ours, compiled)):
+            model.zero_grad()
+            torch.manual_seed(0)
+            call(x, start).square().mean().backward()
+        assert ways_of(compiled)
+        assert_equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+
+
 class Telling(Net):
     """Returns a state between its blocks too."""
 

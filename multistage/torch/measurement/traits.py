@@ -61,6 +61,11 @@ def bytes_of(leaves: Sequence[object]) -> int:
     return sum([nbytes_of(x) for x in leaves if isinstance(x, Tensor)])
 
 
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    """Return at which element of its storage a tensor begins, and the bytes of the storage."""
+    return int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
+
+
 def nbytes_of(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements, or of its parts if it is sparse."""
     if tensor.layout is torch.strided:
@@ -190,6 +195,8 @@ class Remade:
     ----------
     kinds : list
         Shapes, dtypes and strides of all tensors that the stage saves, with which this holds.
+    spans : dict
+        By the number of each that lies in memory of the stage's own: where in it, and its size.
     views : dict
         By the number of each that is not kept: in which of the made tensors it lies, and where.
     nbytes : int
@@ -201,6 +208,7 @@ class Remade:
     """
 
     kinds: Sequence[tuple[torch.Size, torch.dtype, tuple[int, ...]]]
+    spans: Mapping[int, tuple[int, int]]
     views: Mapping[int, tuple[int, Geometry]]
     nbytes: int
     own: Callable[[], Mapping[str, object]]
@@ -217,7 +225,9 @@ class Remade:
         )
 
     def _is_known(self, number: int, tensor: Tensor) -> bool:
-        return self.kinds[number] == (tensor.shape, tensor.dtype, tensor.stride())
+        span = self.spans.get(number)
+        alike = self.kinds[number] == (tensor.shape, tensor.dtype, tensor.stride())
+        return alike and (span is None or span == span_of(tensor))
 
     def make(self, state: object, tape: Sequence[Tensor | None]) -> dict[int, Tensor]:
         """Return the tensors that are not kept, by their numbers."""

@@ -24,7 +24,7 @@ from ..environment.randomness import Generators
 from ..environment.states import tensors_in
 from ..measurement.clocks import seconds_of
 from ..measurement.saved import Saved, itself
-from ..measurement.traits import Remade
+from ..measurement.traits import Remade, span_of
 from ..tensors.checksums import same_bits
 from ..tensors.geometry import Geometry, is_plain
 from ..tensors.meter import Operations
@@ -89,6 +89,18 @@ class Remaking(fx.Interpreter):
             value = self.env[n]
             if isinstance(value, Tensor) and is_plain(value) and _storage(value) not in self._given:
                 self._makers.setdefault(_storage(value), n)
+        self._varied: set[fx.Node] = set()  # whose places in memory may be others in another run
+        for n in self._nodes:
+            if n.op in ("call_function", "call_method") and self._varies(n):
+                self._varied.add(n)
+
+    def _varies(self, n: fx.Node) -> bool:
+        """Whether where its value lies depends on numbers, or on tensors that it is no view of."""
+        storages = {_storage(t) for t in tensors_in(self.env[n])}
+        inputs = {i: {_storage(t) for t in tensors_in(self.env[i])} for i in n.all_input_nodes}
+        roots = [i for i, own in inputs.items() if own & storages]
+        alone = not roots or len(roots) == len(inputs)
+        return not (alone and all(inputs.values()) and self._varied.isdisjoint(roots))
 
     def _see(self, tensor: Tensor) -> None:
         self._saved.append(itself(tensor))
@@ -193,7 +205,7 @@ class Remaking(fx.Interpreter):
             return None
         number = kept.get(_storage(value))
         alike = number is not None and self._saved[number].dtype == value.dtype
-        alike = alike and _storage(value) not in self._writers
+        alike = alike and _storage(value) not in self._writers and n not in self._varied
         return number + 1 if number is not None and alike else None
 
     def _built(
@@ -233,6 +245,7 @@ class Remaking(fx.Interpreter):
         exec(code.src, space)  # what torch.fx itself does to run a graph
         return Remade(
             kinds=[(t.shape, t.dtype, t.stride()) for t in self._saved],
+            spans={n: span_of(t) for n, t in enumerate(self._saved) if _storage(t) in self._makers},
             views={n: (makers.index(maker), at) for n, (maker, at) in views.items()},
             nbytes=sum(self.env[maker].untyped_storage().nbytes() for maker in makers),
             own=self._stage.own,  # type: ignore[arg-type]
