@@ -501,7 +501,7 @@ def test_a_write_to_an_output_that_leaves_no_version_is_noticed(
     if kept == "in part":
         request.getfixturevalue("cheap")
         extra = lambda block, y: torch.tanh(torch.sin(y))  # noqa: E731
-    compiled = mst.compile(Telling(extra), memory=0.9 if extra else 0.6)
+    compiled = mst.compile(Telling(extra, blocks=6), memory=0.9 if extra else 0.6)
     for write in (False, True):
         x, told = compiled(batch())
         if write:
@@ -518,7 +518,7 @@ def test_a_write_to_an_output_that_leaves_no_version_is_noticed(
 def test_of_states_that_nothing_else_can_write_to_no_checksum_is_taken(
     memory: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled, x = mst.compile(Net(), memory=memory), batch()
+    compiled, x = mst.compile(Net(blocks=6), memory=memory), batch()
     step(compiled, x)
     seen: list[int] = []
     monkeypatch.setattr(states, "digest", lambda tensor: seen.append(tensor.data_ptr()))
