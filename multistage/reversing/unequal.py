@@ -318,6 +318,7 @@ class Unequal(Generic[State, Adjoint]):
 
         def mine(start: int, stop: int, kept: list[int]) -> tuple[Unequals, int]:
             room, sizes = self._room_now(len(seen.forward_s) - 1), seen.state_bytes
+            # With state `start`, the input of what follows: its bytes count once.
             left = max(0, room - sum(sizes[step] for step in kept))
             return (seen.costs(stop, self._chain, start), room, None), left
 

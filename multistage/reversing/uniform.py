@@ -415,10 +415,10 @@ class Uniform(Generic[State, Adjoint]):
         if self.resumed is None and self._arguments.agreement is None:
             self._first_tiers = self._first_tiers or self.costs.tiers
             seen = seen_costs(self.costs, timeline, counts)
-            # Given costs may tell of fewer tiers than there are.
-            stores = self._arguments.stores[: len(seen.tiers)]
-            tiers = map(within_share, seen.tiers, self._first_tiers, stores)
-            seen = replace(seen, tiers=tuple(tiers))
+            # Given costs may tell of fewer tiers than there are, or of more.
+            shared = map(within_share, seen.tiers, self._first_tiers, self._arguments.stores)
+            tiers = (*shared, *seen.tiers[len(self._arguments.stores) :])
+            seen = replace(seen, tiers=tiers)
             if self._late is not None and self._late.why:
                 seen = replace(seen, tiers=self._late.slowed(seen.tiers))
             if self._left_out(counts.writes > 0, bool(counts.late)):

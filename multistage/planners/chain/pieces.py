@@ -248,7 +248,6 @@ def survey(
     end = i
     for start in reversed([0, *kept]):
         yield Load(start)
-        # Its own bytes are those of the input of what follows: they count once.
         yield from reversing(start, end, [step for step in kept if step <= start])
         if start:
             yield Free(start)
