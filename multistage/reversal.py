@@ -11,7 +11,6 @@ import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, SupportsIndex, TypeVar, overload
 
 from .backends.urls import Tiers
@@ -183,12 +182,7 @@ class Reversal(Generic[State, Adjoint]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # The gradient of a durable run may not have been saved yet.
         self._sweeps.end(keep=kind is not None)
 

@@ -28,7 +28,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from ..backends.urls import Tiers, open_store, tier_names
@@ -291,12 +290,7 @@ class MPIReversal(Generic[State, Adjoint]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
             return

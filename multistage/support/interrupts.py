@@ -12,7 +12,7 @@ from __future__ import annotations
 import _signal as signal  # type: ignore[import-not-found]
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 
@@ -53,12 +53,7 @@ class Shield:
                     return self.__enter__()  # the handler of before went on
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._installed:
             if signal.getsignal(signal.SIGINT) == self._handle:  # not replaced by another
                 assert callable(self._previous)
@@ -152,18 +147,13 @@ class Opened(Shield):
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.up = True
         try:
             if self._is_open:
                 self._end()
         finally:
-            super().__exit__(kind, error, trace)
+            super().__exit__(*error)
 
     def _begin(self) -> None:
         self._opening()
