@@ -514,7 +514,7 @@ class Stream:
                 warn_full(f"tier {self._name!r}", "no space is left" if self._view.full else used)
         return False
 
-    def _pieces_of(self, key: int, arrays: Sequence[Array]) -> ctypes.Array[native.Piece]:
+    def _pieces_of(self, key: int, arrays: Sequence[Array]) -> ctypes.Array[native.Struct]:
         """Return where a large state lies, and will lie in its record."""
         pieces = self._pieces
         if self._layout.varied:

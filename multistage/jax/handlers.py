@@ -39,14 +39,8 @@ def shaped(shape: tuple[int, ...], dtype: object, *, weak: bool = False) -> jax.
     return made
 
 
-@native.HEADER.structure("loop_options_t")
-class Options(ctypes.Structure):
-    """`loop_options_t`: a loop inside a compiled program, and where its states go."""
-
-
-@native.HEADER.structure("loop_report_t")
-class Seen(ctypes.Structure):
-    """`loop_report_t`: what a run of such a loop did."""
+# A loop inside a compiled program, and where its states go; what a run of such a loop did.
+Options, Seen = map(native.HEADER.structure, ("loop_options_t", "loop_report_t"))
 
 
 @dataclass(frozen=True, slots=True)

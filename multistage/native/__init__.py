@@ -21,63 +21,24 @@ from pathlib import Path
 
 from ..errors import ArgumentError, SlowWarning
 from .header import Header, sum_of_sources
+from .header import Struct as Struct
 
 _HERE = Path(__file__).parent
 HEADER = Header("".join((_HERE / name).read_text() for name in ("core.h", "stream.h", "loop.h")))
 _INT64 = ctypes.c_int64
 
 
-@HEADER.structure("chain_t")
-class ChainStruct(ctypes.Structure):
-    """`chain_t`: pointers to int64 arrays, and to the float32 prefix sums and leaves."""
-
-    owner: object = None
-
-
-@HEADER.structure("joint_t")
-class Joint(ctypes.Structure):
-    """`joint_t`: a chain, its table, a limit and a tier."""
-
-    owner: object = None
-
-
-@HEADER.structure("program_t")
-class JointProgram(ctypes.Structure):
-    """`program_t`: how the dynamic program rounds and what it charges."""
-
-
-@HEADER.structure("dual_t")
-class JointDual(ctypes.Structure):
-    """`dual_t`: a chain in slots, and prices."""
-
-
-@HEADER.structure("sweep_t")
-class SweepCall(ctypes.Structure):
-    """`sweep_t`: a streaming schedule and its costs."""
-
-
-@HEADER.structure("piece_t")
-class Piece(ctypes.Structure):
-    """`piece_t`: an array and its place in a record."""
-
-
+# A structure comes after those that it refers to.
+ChainStruct = HEADER.structure("chain_t")
+Joint = HEADER.structure("joint_t")
+JointProgram = HEADER.structure("program_t")
+JointDual = HEADER.structure("dual_t")
+SweepCall = HEADER.structure("sweep_t")
+Piece = HEADER.structure("piece_t")
 Transfer = HEADER.callback("transfer_t")
-
-
-@HEADER.structure("stream_view_t")
-class StreamView(ctypes.Structure):
-    """`stream_view_t`: what a record stream shows."""
-
-
-@HEADER.structure("stream_record_t")
-class StreamRecord(ctypes.Structure):
-    """`stream_record_t`: a transfer that has ended."""
-
-
-@HEADER.structure("stream_options_t")
-class StreamOptions(ctypes.Structure):
-    """`stream_options_t`: how a record stream is set up."""
-
+StreamView = HEADER.structure("stream_view_t")
+StreamRecord = HEADER.structure("stream_record_t")
+StreamOptions = HEADER.structure("stream_options_t")
 
 _INSTALL = (
     "install a C compiler, then: "

@@ -10,11 +10,9 @@ import ctypes
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
-
-Structure = TypeVar("Structure", bound=ctypes.Structure)
+from typing import Any
 
 _NUMBERS: dict[str, Any] = {
     "void": None,
@@ -28,6 +26,12 @@ _OPAQUE = re.compile(r"typedef struct \w+ \w+;")
 _CALLBACK = re.compile(r"typedef (\w+) (\w+)\(([^)]*)\);")
 _FUNCTION = re.compile(r"EXPORT (\w+) (\w+)\(([^)]*)\);")
 _DECLARED = re.compile(r"(?:const |struct |_Atomic )*(\w+) (.+)", re.DOTALL)
+
+
+class Struct(ctypes.Structure):
+    """A structure of the header; `owner` holds the memory that it points to."""
+
+    owner: object = None
 
 
 class Header:
@@ -57,20 +61,17 @@ class Header:
         if left := _FUNCTION.sub("", code).strip():
             raise ValueError(f"core.h: this is not understood: {left.splitlines()[0]!r}")
 
-    def structure(self, name: str) -> Callable[[type[Structure]], type[Structure]]:
-        """Return a decorator that gives a class the fields of a structure of the header."""
-
-        def with_fields(made: type[Structure]) -> type[Structure]:
-            made._fields_ = [
-                (field, kind)
-                for declaration in self._fields[name].split(";")
-                if declaration.strip()
-                for field, kind in self._declared(declaration)
-            ]
-            self._known[name] = made
-            return made
-
-        return with_fields
+    def structure(self, name: str) -> type[Struct]:
+        """Return the class of a structure of the header."""
+        fields = [
+            each
+            for declaration in self._fields[name].split(";")
+            if declaration.strip()
+            for each in self._declared(declaration)
+        ]
+        made: type[Struct] = type(name, (Struct,), {"_fields_": fields})
+        self._known[name] = made
+        return made
 
     def callback(self, name: str) -> type[ctypes._CFunctionType]:
         """Return the class of pointers to a function that C calls."""

@@ -27,9 +27,7 @@ pytestmark = pytest.mark.skipif(
 HOOKS: list[object] = []
 
 
-@native.HEADER.structure("loop_load_t")
-class Asked(ctypes.Structure):
-    """`loop_load_t`: what a load asks for."""
+Asked = native.HEADER.structure("loop_load_t")  # what a load asks for
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +101,7 @@ class Run:
         return [self.load(k) for k in reversed(range(blocks))]
 
 
-def report() -> handlers.Seen:
+def report() -> native.Struct:
     found = handlers.Seen()
     assert native.library().ms_loop_report(ctypes.byref(found))
     return found

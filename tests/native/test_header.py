@@ -58,9 +58,7 @@ def test_types_of_functions():
         "EXPORT double ms_none(void);\n"
     )
 
-    @header.structure("pair_t")
-    class Pair(ctypes.Structure):
-        pass
+    Pair = header.structure("pair_t")
 
     class Library:
         ms_all = type("f", (), {})()

@@ -173,7 +173,7 @@ def chain_in_core(
     moves: tuple[Reals, Reals] | None = None,
     again: Reals | None = None,
     band: int | None = None,
-) -> native.ChainStruct:
+) -> native.Struct:
     """Return a chain as the C core takes it; the arrays must be contiguous.
 
     `again` has, for each way to keep a tape, what each stage costs more than by the first.
@@ -208,7 +208,7 @@ def chain_in_core(
     return chain
 
 
-def in_core(true: Sizes) -> native.ChainStruct:
+def in_core(true: Sizes) -> native.Struct:
     """Return a chain in bytes as the C core takes it."""
     n = len(true)
     return chain_in_core(true, np.zeros(n + 1, np.float32), True, np.zeros(n, np.float32))

@@ -251,7 +251,7 @@ class Table:
             self.sizes, self.prefix, self.tapes, self._leaf, self._moves, self._again, band
         )
 
-    def solved(self) -> tuple[native.ChainStruct, Integers, Reals]:
+    def solved(self) -> tuple[native.Struct, Integers, Reals]:
         """Return the chain in slots, the needs to pass and the values, as the C core has them."""
         assert self._native
         return self._chain, self._none, self._table
