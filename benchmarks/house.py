@@ -286,7 +286,7 @@ def classes_of_stores(found: Iterable[Source]) -> set[str]:
         for node in source.tree.body
         if isinstance(node, ast.ClassDef)
     }
-    stores = {"Store"}
+    stores = {"Store", *({"HeldStore"} & classes.keys())}  # which opens for those below it
     while True:
         more = {
             name

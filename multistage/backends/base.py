@@ -25,10 +25,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, Protocol, cast
 
 from ..errors import ArgumentError, MultistageError
 from ..states.layout import Array, Layout
+from ..support.interrupts import Shield, whole
+from .lifetimes import Hold
 
 
 class CheckpointLost(MultistageError):
@@ -387,13 +390,6 @@ def require_distinct(stores: Sequence[Store], what: str) -> None:
             seen.add(id(part))
 
 
-def silence(store: Store) -> None:
-    """Have a store that is opened as a part of another one not warn that it is full."""
-    for part in store.parts():
-        if isinstance(part, BaseStore):
-            part.warns = False
-
-
 def close_all(stores: list[Store]) -> Exception | None:
     """Close stores and forget them, the last first; return the first failure, if any.
 
@@ -407,3 +403,94 @@ def close_all(stores: list[Store]) -> Exception | None:
             failure = failure or error
         stores.pop()
     return failure
+
+
+class HeldStore(BaseStore):
+    """Base of a store that one run holds from `open` to `close`.
+
+    A class that derives from it implements `_open` and `_close`, and has `_hold` checked by
+    each of its methods.
+
+    Parameters
+    ----------
+    name : str
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.stats = StoreStats()
+        self._hold = Hold(name)
+
+    def open(self, layout: Layout) -> None:
+        """Open the store, or nothing; see `Store.open`."""
+        whole(partial(self._take, layout), self.close)
+
+    def _take(self, layout: Layout) -> None:
+        self._hold.take()
+        try:
+            self._open(layout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, layout: Layout) -> None:
+        """Open the store, which is held by now; what it leaves when it raises is closed."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop the threads, give back memory and files.  May be called twice.
+
+        Interrupted, it can be called again and does the rest.  In a forked child it leaves threads
+        and files to the parent, and the store can be opened again.
+        """
+        with Shield(up=True):
+            if self._hold.taken:
+                failure = self._close()
+                # Not if it was interrupted above: its threads may still write there.
+                self._hold.give_back()
+                if failure is not None:
+                    raise failure
+
+    def _close(self) -> Exception | None:
+        """Give back what `_open` took, as far as it came; return the first failure."""
+        raise NotImplementedError
+
+
+class JoinedStore(HeldStore):
+    """Base of a store that is made of others, its parts, which it opens and closes.
+
+    Parameters
+    ----------
+    name : str
+    stores : sequence of Store
+    what : str
+        What they are, for messages.
+    """
+
+    def __init__(self, name: str, stores: Sequence[Store], what: str) -> None:
+        require_distinct(stores, what)
+        super().__init__(name)
+        self._stores = tuple(stores)
+        self._opened: list[Store] = []
+        self._told: deque[TransferRecord] = deque(maxlen=100_000)
+
+    def parts(self) -> Sequence[Store]:
+        """Return this store, those it is made of, and what they are built on."""
+        return [cast(Store, self), *(part for store in self._stores for part in store.parts())]
+
+    def check(self) -> None:
+        """Raise StoreError if one of them cannot be used."""
+        for store in self._stores:
+            store.check()
+
+    def _open_all(self, layout: Layout) -> None:
+        """Open all of them; none warns that it is full, since another may not be."""
+        for store in self._stores:
+            for part in store.parts():
+                if isinstance(part, BaseStore):
+                    part.warns = False
+            store.open(layout)
+            self._opened.append(store)
+
+    def _close(self) -> Exception | None:
+        return close_all(self._opened)

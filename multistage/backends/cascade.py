@@ -27,24 +27,12 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import cast
 
 from ..errors import ArgumentError, StoreError
 from ..states.layout import Array, Layout
-from ..support.interrupts import Shield, whole
+from ..support.interrupts import Shield
 from .arena import round_up
-from .base import (
-    BaseStore,
-    CheckpointLost,
-    Store,
-    StoreStats,
-    TransferRecord,
-    close_all,
-    require_distinct,
-    silence,
-)
-from .lifetimes import Hold
+from .base import CheckpointLost, JoinedStore, Store, StoreStats, TransferRecord
 from .medium import warn_full
 from .streamed import StreamedStore
 
@@ -91,7 +79,7 @@ class State:
     gone: bool = False
 
 
-class CascadeStore(BaseStore):
+class CascadeStore(JoinedStore):
     """Checkpoints in one store, and beyond its capacity in a second one below it.
 
     Parameters
@@ -143,17 +131,12 @@ class CascadeStore(BaseStore):
         self._join(upper, lower)
 
     def _join(self, upper: Store, lower: Store) -> None:
-        require_distinct([upper, lower], "the levels of a cascade")
-        self._upper, self._lower = self._both = upper, lower
-        self.name = f"{upper.name}>{lower.name}"
+        super().__init__(f"{upper.name}>{lower.name}", [upper, lower], "the levels of a cascade")
+        self._upper, self._lower = upper, lower
         self.exact = lower.exact
         self.queue_depth = upper.queue_depth
         above, below = upper.capacity_bytes, lower.capacity_bytes
         self.capacity_bytes = None if above is None or below is None else above + below
-        self.stats = StoreStats()
-        self._hold = Hold(self.name)
-        self._opened: list[Store] = []
-        self._told: deque[TransferRecord] = deque(maxlen=100_000)
         self._sunk = self._risen = self._failed = 0
 
     # ------------------------------------------------------------------ what it is
@@ -161,7 +144,7 @@ class CascadeStore(BaseStore):
     @property
     def transfers(self) -> deque[TransferRecord]:
         """Finished transfers of the upper store, and reads of the lower one."""
-        for level in self._both:
+        for level in self._stores:
             while level.transfers:
                 record = level.transfers.popleft()
                 if level is self._upper or record.kind == "read":
@@ -171,32 +154,23 @@ class CascadeStore(BaseStore):
     @property
     def levels(self) -> Sequence[Store]:
         """The upper store and the lower."""
-        return self._both
-
-    def parts(self) -> Sequence[Store]:
-        """Return this store, its levels, and what those are built on."""
-        return [cast(Store, self), *(part for level in self._both for part in level.parts())]
-
-    def check(self) -> None:
-        """Raise StoreError if a level cannot be used."""
-        for level in self._both:
-            level.check()
+        return self._stores
 
     def notes(self) -> list[str]:
         """Return what moved between the levels, and what the levels say."""
         said = f"{self._sunk} states moved down, {self._risen} brought up again"
         if self._failed:
             said += f", {self._failed} moves failed"
-        return [said, *(note for level in self._both for note in level.notes())]
+        return [said, *(note for level in self._stores for note in level.notes())]
 
     def buffer_bytes(self, layout: Layout) -> int:
         """Return the bytes of I/O buffers, those of the levels and of moves counted."""
         moving = _MOVES * round_up(layout.nbytes)
-        return sum(level.buffer_bytes(layout) for level in self._both) + moving
+        return sum(level.buffer_bytes(layout) for level in self._stores) + moving
 
     def capacity_states(self, layout: Layout) -> int | None:
         """Return how many states both levels hold together, None if unbounded."""
-        above, below = (level.capacity_states(layout) for level in self._both)
+        above, below = (level.capacity_states(layout) for level in self._stores)
         if above is None or below is None:
             return None
         together = self._together(layout, self._upper)
@@ -208,51 +182,33 @@ class CascadeStore(BaseStore):
 
     # -------------------------------------------------------------------- its life
 
-    def open(self, layout: Layout) -> None:
-        """Open both levels.
-
-        Raises
-        ------
-        StoreError
-            If a level cannot be used, it or the cascade is open, or no state fits above.
-        """
-        whole(partial(self._open, layout), self.close)
-
     def _open(self, layout: Layout) -> None:
-        self._hold.take()
-        try:
-            self._require_room(layout)
-            self._upper.queue_depth = self.queue_depth
-            most = self._upper.capacity_states(layout)
-            self._most = 1 << 62 if most is None else most
-            together = [self._together(layout, level) for level in self._both]
-            self._room = together[0]  # to be left above for what is put next
-            self._lot = min(together)  # states that move as one
-            # With one small state an extent is moved, which takes as long as many calls.
-            self._at_a_time, self._seldom = (_MOVES, 1) if self._lot == 1 else (1, 8)
-            self._looks = 0
-            self._spare = self._kept_free or max(1, (most or 0) // _SPARE_PART)
-            self._most_states = None if layout.varied else self.capacity_states(layout)
-            self.stats = StoreStats()
-            self._told.clear()
-            self._states: dict[int, State] = {}
-            self._above: OrderedDict[State, None] = OrderedDict()  # the oldest first
-            self._below: OrderedDict[State, None] = OrderedDict()  # those that may come up
-            self._moves: list[State] = []
-            self._sunk = self._risen = self._failed = 0
-            self._ended = self._failures = 0  # moves, well or not; moves down that failed in a row
-            self._is_full = False  # the lower store, as far as the last move down has shown
-            self._short = False  # a state found no room, which moves will make
-            self._rising = False  # nothing was put since the last read
-            self._warned = False
-            self._others = itertools.count(-1, -1)
-            for level in self._both:
-                silence(level)
-                level.open(layout)
-                self._opened.append(level)
-        except BaseException:
-            self.close()
-            raise
+        self._require_room(layout)
+        self._upper.queue_depth = self.queue_depth
+        most = self._upper.capacity_states(layout)
+        self._most = 1 << 62 if most is None else most
+        together = [self._together(layout, level) for level in self._stores]
+        self._room = together[0]  # to be left above for what is put next
+        self._lot = min(together)  # states that move as one
+        # With one small state an extent is moved, which takes as long as many calls.
+        self._at_a_time, self._seldom = (_MOVES, 1) if self._lot == 1 else (1, 8)
+        self._looks = 0
+        self._spare = self._kept_free or max(1, (most or 0) // _SPARE_PART)
+        self._most_states = None if layout.varied else self.capacity_states(layout)
+        self.stats = StoreStats()
+        self._told.clear()
+        self._states: dict[int, State] = {}
+        self._above: OrderedDict[State, None] = OrderedDict()  # the oldest first
+        self._below: OrderedDict[State, None] = OrderedDict()  # those that may come up
+        self._moves: list[State] = []
+        self._sunk = self._risen = self._failed = 0
+        self._ended = self._failures = 0  # moves, well or not; moves down that failed in a row
+        self._is_full = False  # the lower store, as far as the last move down has shown
+        self._short = False  # a state found no room, which moves will make
+        self._rising = False  # nothing was put since the last read
+        self._warned = False
+        self._others = itertools.count(-1, -1)
+        self._open_all(layout)
 
     def _require_room(self, layout: Layout) -> None:
         if self._upper.capacity_states(layout) == 0:
@@ -261,15 +217,6 @@ class CascadeStore(BaseStore):
                 f"{self._upper.capacity_bytes} bytes < {round_up(layout.nbytes)} bytes of one "
                 "state; raise it, or name the lower level alone"
             )
-
-    def close(self) -> None:
-        """Close both levels.  May be called twice."""
-        with Shield(up=True):
-            if self._hold.taken:
-                failure = close_all(self._opened)
-                self._hold.give_back()
-                if failure is not None:
-                    raise failure
 
     # ---------------------------------------------------------------------- writes
 
@@ -626,7 +573,7 @@ class CascadeStore(BaseStore):
                 if ahead.stays or len(found) >= most:
                     break
                 found.append(ahead)
-        source, target = self._both if down else reversed(self._both)
+        source, target = self._stores if down else reversed(self._stores)
         assert isinstance(source, StreamedStore) and isinstance(target, StreamedStore)
         moved = source.pass_on([each.number for each in found], target)
         if len(found) >= most and not ahead.stays:

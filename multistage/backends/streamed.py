@@ -34,12 +34,12 @@ import numpy as np
 from .. import native
 from ..errors import ArgumentError, StoreError
 from ..states.layout import Array, Layout, places
-from ..support.interrupts import Shield, whole
+from ..support.interrupts import Shield
 from .arena import PAGE, landing_bytes, landing_pool, lines_of, pages, round_up, whole_huge
-from .base import BaseStore, CheckpointLost, StoreStats, TransferRecord
+from .base import CheckpointLost, HeldStore, StoreStats, TransferRecord
 from .direct import DirectFile
 from .lanes import Lane, cpus_of, start_on
-from .lifetimes import Birth, Ending, Hold
+from .lifetimes import Birth, Ending
 from .medium import Hook, Medium, moves, warn_full, warn_of_memory
 from .plain import PlainStream, Setup, has_streams
 
@@ -58,7 +58,7 @@ _SAYS = {
 }
 
 
-class StreamedStore(BaseStore):
+class StreamedStore(HeldStore):
     """A slow tier on any medium; see `FileStore` and `MemoryStore`.
 
     Parameters
@@ -109,10 +109,9 @@ class StreamedStore(BaseStore):
             raise ArgumentError(f"queue_depth={queue_depth} must be at least 1")
         if threads not in (1, 2):
             raise ArgumentError(f"threads={threads} must be 1 or 2: that many each way")
-        self.name = name
+        super().__init__(name)
         self.queue_depth = queue_depth
         self.capacity_bytes = capacity_bytes
-        self.stats = StoreStats()
         self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
         self._open_medium = open_medium
         self._buffer_bytes = buffer_bytes
@@ -124,7 +123,6 @@ class StreamedStore(BaseStore):
         self._ending: Ending[None] | None = None
         # Of a medium that is a file, whose bytes the C core's own threads move.
         self._hooks: tuple[Hook | None, Hook | None] | None = None
-        self._hold = Hold(name)
 
     # ------------------------------------------------------------------- life
 
@@ -218,24 +216,6 @@ class StreamedStore(BaseStore):
                 self.close()
                 raise
 
-    def open(self, layout: Layout) -> None:
-        """Allocate buffers and start the threads.
-
-        Raises
-        ------
-        StoreError
-            If the tier cannot be used, or is open.
-        """
-        whole(partial(self._take, layout), self.close)
-
-    def _take(self, layout: Layout) -> None:
-        self._hold.take()
-        try:
-            self._open(layout)
-        except BaseException:
-            self.close()
-            raise
-
     def _open(self, layout: Layout) -> None:
         self.stats = StoreStats()
         self.transfers.clear()
@@ -255,17 +235,7 @@ class StreamedStore(BaseStore):
                 f"{self.buffer_bytes(layout)} bytes of buffers and two threads"
             ) from error
 
-    def close(self) -> None:
-        """Stop the threads, give back memory and files.  May be called twice.
-
-        Interrupted, it can be called again and does the rest.  In a forked child it leaves threads
-        and files to the parent, and the store can be opened again.
-        """
-        with Shield(up=True):
-            if self._hold.taken:
-                self._close()
-
-    def _close(self) -> None:
+    def _close(self) -> Exception | None:
         failure: Exception | None = None
         if self._stream is not None:
             try:
@@ -276,11 +246,8 @@ class StreamedStore(BaseStore):
             except Exception as error:  # its finalizer tries once more
                 failure = error
             self._stream = None
-        # Not if it was interrupted above: its threads may still write there.
         self._give_back()
-        self._hold.give_back()
-        if failure is not None:
-            raise failure
+        return failure
 
     # ----------------------------------------------------------------- states
 

@@ -29,26 +29,15 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import ArgumentError
 from ..states.layout import Array, Layout, places
-from ..support.interrupts import Shield, whole
+from ..support.interrupts import Shield
 from .arena import PAGE, landing_bytes, landing_pool, round_up
-from .base import (
-    BaseStore,
-    CheckpointLost,
-    Store,
-    StoreStats,
-    TransferRecord,
-    close_all,
-    require_distinct,
-    silence,
-)
-from .lifetimes import Hold
+from .base import CheckpointLost, JoinedStore, Store, StoreStats, TransferRecord
 from .medium import warn_full
 from .streamed import StreamedStore
 
@@ -86,7 +75,7 @@ class _State:
     cancelled: bool = False
 
 
-class StripedStore(BaseStore):
+class StripedStore(JoinedStore):
     """Checkpoints cut into parts for several stores, whose bandwidths add up.
 
     Parameters
@@ -117,7 +106,9 @@ class StripedStore(BaseStore):
     def __init__(self, *paths: Store) -> None:
         if len(paths) < 2:
             raise ArgumentError(f"a striped tier needs at least two paths, not {len(paths)}")
-        require_distinct(paths, "the paths of a striped tier")
+        super().__init__(
+            "+".join(path.name for path in paths), paths, "the paths of a striped tier"
+        )
         for path in paths:
             if not path.exact:
                 raise ArgumentError(
@@ -130,17 +121,12 @@ class StripedStore(BaseStore):
                 + ", ".join(str(path.share) for path in paths)
                 + "; give all of them the same"
             )
-        self._paths, self.share = paths, paths[0].share
-        self.name = "+".join(path.name for path in paths)
+        self.share = paths[0].share
         engines = [path.engine for path in paths]
         self.engine = engines[0] if len(set(engines)) == 1 else "+".join(engines)
         self.queue_depth = max(path.queue_depth for path in paths)
         capacities = [path.capacity_bytes for path in paths if path.capacity_bytes is not None]
         self.capacity_bytes = sum(capacities) if len(capacities) == len(paths) else None
-        self.stats = StoreStats()
-        self._hold = Hold(self.name)
-        self._opened: list[Store] = []
-        self._told: deque[TransferRecord] = deque(maxlen=100_000)
         # Bytes and seconds of each path's latest transfers: kept from run to run.
         self._shown = [{"write": (0.0, 0.0), "read": (0.0, 0.0)} for _ in paths]
         self._moved = [0] * len(paths)
@@ -154,88 +140,56 @@ class StripedStore(BaseStore):
         self._note()
         return self._told
 
-    def parts(self) -> Sequence[Store]:
-        """Return this store, its paths, and what those are built on."""
-        return [cast(Store, self), *(part for path in self._paths for part in path.parts())]
-
-    def check(self) -> None:
-        """Raise StoreError if a path cannot be used."""
-        for path in self._paths:
-            path.check()
-
     def notes(self) -> list[str]:
         """Return what share of the bytes each path took, and what the paths say."""
         total = sum(self._moved) or 1
         shares = (
             f"{100 * moved / total:.0f} % to {path.name}"
-            for moved, path in zip(self._moved, self._paths, strict=True)
+            for moved, path in zip(self._moved, self._stores, strict=True)
         )
-        return [f"bytes striped: {', '.join(shares)}", *(n for p in self._paths for n in p.notes())]
+        return [
+            f"bytes striped: {', '.join(shares)}",
+            *(n for p in self._stores for n in p.notes()),
+        ]
 
     def buffer_bytes(self, layout: Layout) -> int:
         """Return the bytes of I/O buffers: those of the paths, which read into one memory."""
         inner, cut = self._inner(layout)
-        found = sum(path.buffer_bytes(inner) for path in self._paths)
+        found = sum(path.buffer_bytes(inner) for path in self._stores)
         if not cut:
             return found
-        spared = sum(isinstance(path, StreamedStore) for path in self._paths)
+        spared = sum(isinstance(path, StreamedStore) for path in self._stores)
         return found - (spared - 1) * landing_bytes(round_up(layout.nbytes))
 
     def capacity_states(self, layout: Layout) -> int | None:
         """Return how many states all paths hold together, None if unbounded."""
         inner, cut = self._inner(layout)
         if cut and self.capacity_bytes is not None:
-            pages = sum((path.capacity_bytes or 0) // PAGE for path in self._paths)
+            pages = sum((path.capacity_bytes or 0) // PAGE for path in self._stores)
             return pages // _pages(layout.nbytes)
-        found = [path.capacity_states(inner) for path in self._paths]
+        found = [path.capacity_states(inner) for path in self._stores]
         return None if None in found else sum(count for count in found if count is not None)
 
     def _inner(self, layout: Layout) -> tuple[Layout, bool]:
         """Return the layout that the paths are opened for, and whether they take parts."""
-        together = (isinstance(p, StreamedStore) and p.per_extent(layout) > 1 for p in self._paths)
+        together = (isinstance(p, StreamedStore) and p.per_extent(layout) > 1 for p in self._stores)
         return (layout, False) if any(together) else (layout.parted(), True)
 
     # -------------------------------------------------------------------- its life
 
-    def open(self, layout: Layout) -> None:
-        """Open all paths.
-
-        Raises
-        ------
-        StoreError
-            If one cannot be used, or it or the striped store is open.
-        """
-        whole(partial(self._open, layout), self.close)
-
     def _open(self, layout: Layout) -> None:
-        self._hold.take()
-        try:
-            inner, self._cuts = self._inner(layout)
-            self._pool = landing_pool(round_up(layout.nbytes))
-            self._told.clear()
-            self.stats = StoreStats()
-            self._states: dict[int, _State] = {}
-            count = len(self._paths)
-            self._used, self._moved = [0] * count, [0] * count
-            self._failures = [0] * count  # to write to each path, in a row
-            self._warned = False
-            for path in self._paths:
-                path.queue_depth = self.queue_depth
-                silence(path)
-                path.open(inner)
-                self._opened.append(path)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close all paths.  May be called twice."""
-        with Shield(up=True):
-            if self._hold.taken:
-                failure = close_all(self._opened)
-                self._hold.give_back()
-                if failure is not None:
-                    raise failure
+        inner, self._cuts = self._inner(layout)
+        self._pool = landing_pool(round_up(layout.nbytes))
+        self._told.clear()
+        self.stats = StoreStats()
+        self._states: dict[int, _State] = {}
+        count = len(self._stores)
+        self._used, self._moved = [0] * count, [0] * count
+        self._failures = [0] * count  # to write to each path, in a row
+        self._warned = False
+        for path in self._stores:
+            path.queue_depth = self.queue_depth
+        self._open_all(inner)
 
     # ---------------------------------------------------------------------- writes
 
@@ -248,7 +202,7 @@ class StripedStore(BaseStore):
         kinds = [(a.shape, a.dtype, at) for a, at in zip(arrays, offsets, strict=True)]
         full = set[int]()
         while parts := self._placed(nbytes, full):
-            if not block and any(self._paths[part.path].waits() for part in parts):
+            if not block and any(self._stores[part.path].waits() for part in parts):
                 break
             state = _State(nbytes, kinds, parts)
             try:
@@ -275,13 +229,13 @@ class StripedStore(BaseStore):
         `full` are paths that have none, as they say: what was dropped there may still be moved.
         """
         left_out = {k for k, failed in enumerate(self._failures) if failed >= _FAILURES} | full
-        there = [k for k in range(len(self._paths)) if k not in left_out]
+        there = [k for k in range(len(self._stores)) if k not in left_out]
         there.sort(key=lambda k: (self._used[k] + nbytes) / self._shares[k])
         pages, rooms = _pages(nbytes), {k: self._room(k) for k in there}
         if not self._cuts or nbytes < _LEAST:
             fits = [k for k in there if not self._cuts or rooms[k] >= pages]
             if fits or not self._cuts:
-                ready = (k for k in fits if not self._paths[k].waits())
+                ready = (k for k in fits if not self._stores[k].waits())
                 return [_Part(next(ready, fits[0]), 0, nbytes)] if fits else []
         total = sum(self._shares[k] for k in there)
         left, taken = pages, dict.fromkeys(there, 0)
@@ -294,7 +248,7 @@ class StripedStore(BaseStore):
 
     def _room(self, path: int) -> int:
         """Return the pages that are left on a path, as far as is known."""
-        capacity = self._paths[path].capacity_bytes
+        capacity = self._stores[path].capacity_bytes
         return 1 << 62 if capacity is None else capacity // PAGE - self._used[path] // PAGE
 
     def _offer(
@@ -302,7 +256,7 @@ class StripedStore(BaseStore):
     ) -> tuple[int | None, bool]:
         """Put each part on its path; return the path that refuses, if any, and if it is full."""
         for part in state.parts:
-            path, pieces = self._paths[part.path], arrays
+            path, pieces = self._stores[part.path], arrays
             if len(state.parts) > 1:
                 pieces = _pieces(arrays, state, part)
             before = path.stats.refused_full
@@ -372,14 +326,14 @@ class StripedStore(BaseStore):
         self._hold.check()
         busy = [
             path.waits()
-            for path, failed in zip(self._paths, self._failures, strict=True)
+            for path, failed in zip(self._stores, self._failures, strict=True)
             if failed < _FAILURES
         ]
         return any(busy) if self._cuts else bool(busy) and all(busy)
 
     def _paths_of(self, state: _State) -> Iterator[tuple[int, Store]]:
         for part in state.parts:
-            yield part.path, self._paths[part.path]
+            yield part.path, self._stores[part.path]
 
     # ----------------------------------------------------------------------- reads
 
@@ -392,7 +346,7 @@ class StripedStore(BaseStore):
         if self._cuts and state.landing is None:
             state.landing = self._pool.take(state.nbytes)
         for part in state.parts:
-            path = self._paths[part.path]
+            path = self._stores[part.path]
             if state.landing is not None and isinstance(path, StreamedStore):
                 path.prefetch(key, state.landing[part.start : round_up(part.stop)])
             else:
@@ -426,7 +380,7 @@ class StripedStore(BaseStore):
     def _read(self, key: int, state: _State) -> list[Array]:
         landing = state.landing
         for part in state.parts:
-            found = self._paths[part.path].get(key)
+            found = self._stores[part.path].get(key)
             if landing is None:
                 return found
             offsets, _ = places([array.nbytes for array in found])
@@ -462,7 +416,7 @@ class StripedStore(BaseStore):
     def _note(self) -> None:
         """Take note of the transfers that have ended, and of the rates that they show."""
         news = False
-        for number, path in enumerate(self._paths):
+        for number, path in enumerate(self._stores):
             shown = self._shown[number]
             while path.transfers:
                 record, news = path.transfers.popleft(), True

@@ -26,13 +26,11 @@ from typing import cast
 import numpy as np
 
 from ..backends.arena import LandingPool, landing_bytes, landing_pool, pages
-from ..backends.base import BaseStore, CheckpointLost, StoreStats, TransferRecord
+from ..backends.base import CheckpointLost, HeldStore, StoreStats, TransferRecord
 from ..backends.lanes import Lane
-from ..backends.lifetimes import Hold
 from ..backends.medium import is_full, warn_full
 from ..errors import StoreError
 from ..states.layout import Array, Layout
-from ..support.interrupts import Shield, whole
 from ..support.step_sets import StepMap
 from ..support.waiting import Latch, Monitor
 from .folder import Folder
@@ -81,7 +79,7 @@ class _Read:
     error: str = ""
 
 
-class DurableStore(BaseStore):
+class DurableStore(HeldStore):
     """Checkpoints that outlive their process; see `multistage.backends.base.Store`.
 
     Parameters
@@ -111,7 +109,6 @@ class DurableStore(BaseStore):
     `flush` and `close` may block; nothing else does.
     """
 
-    name = "durable"
     queue_depth = 2
 
     def __init__(
@@ -122,16 +119,15 @@ class DurableStore(BaseStore):
         linger_s: float = LINGER_S,
         lasting: bool = True,
     ) -> None:
+        super().__init__("durable")
         self._folder_of = folder
         self._prefix = prefix
         self._linger_s = linger_s
         self._lasting = lasting
-        self.stats = StoreStats()
         self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
         self._writer: Lane[Callable[[], None]] | None = None
         self._reader: Lane[_Read] | None = None
         self._pool: LandingPool | None = None
-        self._hold = Hold(self.name)
         self._is_open = False
         self._next_number = 0
         self.layout_at: Callable[[int], Layout] | None = None
@@ -161,22 +157,14 @@ class DurableStore(BaseStore):
         """Return None: bounded by the disk alone."""
         return None
 
-    def open(self, layout: Layout) -> None:
-        """Start the threads.  Raises StoreError."""
-        whole(partial(self._take, layout), self.close)
-
-    def _take(self, layout: Layout) -> None:
-        self._hold.take()
+    def _open(self, layout: Layout) -> None:
         try:
             self._begin(layout)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, (OSError, MemoryError, RuntimeError)):  # no memory, no thread
-                raise StoreError(
-                    f"tier {self.name!r} cannot be used: {str(error) or 'no memory'}; it needs "
-                    f"{self.buffer_bytes(layout)} bytes of buffers and two threads"
-                ) from error
-            raise
+        except (OSError, MemoryError, RuntimeError) as error:  # no memory, no thread
+            raise StoreError(
+                f"tier {self.name!r} cannot be used: {str(error) or 'no memory'}; it needs "
+                f"{self.buffer_bytes(layout)} bytes of buffers and two threads"
+            ) from error
         self._is_open = True
 
     def _begin(self, layout: Layout) -> None:
@@ -262,17 +250,8 @@ class DurableStore(BaseStore):
                 if step not in steps:
                     self._forget(step)
 
-    def close(self) -> None:
-        """Write what is queued, stop the threads.  May be called twice.
-
-        In a forked child it leaves threads and files to the parent.
-        """
-        with Shield(up=True):
-            if self._hold.taken:
-                self._close()
-
     def _close(self) -> None:
-        """End the threads; interrupted, it can be called again."""
+        """Write what is queued, end the threads; interrupted, it can be called again."""
         if not self._hold.foreign:
             if self._writer is not None:
                 self._writer.end()
@@ -289,7 +268,6 @@ class DurableStore(BaseStore):
             self.forget()
         self._writer = self._reader = self._pool = None
         self._is_open = False
-        self._hold.give_back()
 
     # ------------------------------------------------------------------ writes
 

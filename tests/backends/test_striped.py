@@ -135,7 +135,7 @@ def test_what_is_read_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.shares_memory(found, taken[-1])
         assert not found.flags.writeable
         assert np.array_equal(found, state(key))
-    for path in store._paths:
+    for path in store._stores:
         assert not path._stream._pool._lent  # type: ignore[attr-defined]
     store.close()
 
@@ -146,7 +146,7 @@ def test_small_states_take_turns() -> None:
     store.open(Layout.of(small[0]))
     for key, each in enumerate(small):
         assert store.put(key, [each], block=True)
-    writes = [path.stats.writes for path in store._paths]
+    writes = [path.stats.writes for path in store._stores]
     assert sum(writes) == 1000
     assert min(writes) > 300
     for key, each in reversed(list(enumerate(small))):
@@ -306,7 +306,7 @@ def test_bytes_that_were_changed_are_lost() -> None:
     with pytest.raises(CheckpointLost, match="checksum does not match"):
         store.get(0)
     assert store.stats.lost == 1
-    assert all(path.stats.stored_bytes == 0 for path in store._paths)
+    assert all(path.stats.stored_bytes == 0 for path in store._stores)
     store.close()
 
 
@@ -349,7 +349,7 @@ def test_names(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     store = open_store(f"file:{tmp_path}/a+b?capacity=1MiB&share=8 + file:{tmp_path}/c?share=8")
     assert isinstance(store, StripedStore)
-    assert [path.folder.name for path in store._paths] == ["a+b", "c"]  # type: ignore[attr-defined]
+    assert [path.folder.name for path in store._stores] == ["a+b", "c"]  # type: ignore[attr-defined]
     assert (store.name, store.share, store.capacity_bytes) == ("file+file", 8, None)
     cascade = open_store("memory:1MiB + memory:2MiB > memory: + memory:1GiB + memory:2GiB")
     assert isinstance(cascade, CascadeStore)

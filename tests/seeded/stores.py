@@ -5,7 +5,7 @@ from __future__ import annotations
 from seeded.mutant import faults
 
 FAULTS = faults("""
-backends/test_lifetimes.py in backends/streamed.py
+backends/test_lifetimes.py in backends/base.py
 - self._hold.take()
 -         try:
 -             self._open(layout)

@@ -33,21 +33,19 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...backends.base import BaseStore, CheckpointLost, Store, StoreStats, TransferRecord
+from ...backends.base import CheckpointLost, HeldStore, Store, StoreStats, TransferRecord
 from ...backends.cascade import CascadeStore, State
-from ...backends.lifetimes import Hold
 from ...backends.memory import MemoryStore
 from ...backends.urls import TierName, open_store, told
 from ...errors import ArgumentError, BudgetError, StoreError
 from ...states.layout import ALIGN, Array, Layout
-from ...support.interrupts import Shield, whole
+from ...support.interrupts import Shield
 from ...support.units import parse_bytes
 from ..tensors.streams import CopyFailed, Event, Streams, streams_for, the_device
 
@@ -127,7 +125,7 @@ class _State:
     landed: Event | None = None
 
 
-class PinnedStore(BaseStore):
+class PinnedStore(HeldStore):
     """States in pinned host memory.
 
     Parameters
@@ -155,14 +153,12 @@ class PinnedStore(BaseStore):
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
             raise ArgumentError(f"capacity_bytes={capacity_bytes} must not be negative")
-        self.name = "pinned"
+        super().__init__("pinned")
         self.capacity_bytes = capacity_bytes
-        self.stats = StoreStats()
         self._told: deque[TransferRecord] = deque(maxlen=100_000)
         self._device = the_device(device)
         self._rounded = self._device.type == "cuda"
         self._given = streams
-        self._hold = Hold(self.name)
         self._opened: Streams | None = None
 
     # -------------------------------------------------------------------- life
@@ -194,29 +190,13 @@ class PinnedStore(BaseStore):
         """Return how many states fit."""
         return self._slots(layout.nbytes, self.capacity_bytes)
 
-    def open(self, layout: Layout) -> None:
-        """Make streams, take the first memory.
-
-        Raises
-        ------
-        BudgetError
-            For less than one state.
-        StoreError
-            If there is no memory, no thread, or the store is open.
-        """
-        whole(partial(self._take, layout), self.close)
-
-    def _take(self, layout: Layout) -> None:
-        self._hold.take()
-        try:
-            self._open(layout)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, (RuntimeError, MemoryError)):  # no thread, no memory
-                raise StoreError(f"tier {self.name!r} cannot be used: {error}") from error
-            raise
-
     def _open(self, layout: Layout) -> None:
+        try:
+            self._begin(layout)
+        except (RuntimeError, MemoryError) as error:  # no thread, no memory
+            raise StoreError(f"tier {self.name!r} cannot be used: {error}") from error
+
+    def _begin(self, layout: Layout) -> None:
         self.require_slots(layout.nbytes, 1)
         self._layout, self._nbytes = layout, layout.nbytes
         self._places = [(leaf.offset, leaf.nbytes) for leaf in layout.leaves]
@@ -245,13 +225,7 @@ class PinnedStore(BaseStore):
             f"{needed} bytes needed for {least} states; raise it"
         )
 
-    def close(self) -> None:
-        """Stop everything, give memory back.  May be called twice."""
-        with Shield(up=True):
-            if self._hold.taken:
-                self._close()
-
-    def _close(self) -> None:
+    def _close(self) -> Exception | None:
         failure: Exception | None = None
         if self._opened is not None and not self._hold.foreign:  # a child leaves threads alone
             try:
@@ -262,9 +236,7 @@ class PinnedStore(BaseStore):
         self._opened = None
         for name in ("_states", "_free", "_queued"):
             self.__dict__.pop(name, None)
-        self._hold.give_back()
-        if failure is not None:
-            raise failure
+        return failure
 
     @property
     def _streams(self) -> Streams:
