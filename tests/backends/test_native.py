@@ -386,6 +386,7 @@ def test_without_the_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long(but="thread")
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_a_driver_in_c_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None:
     compiler, folder = shutil.which("cc"), ROOT / "multistage" / "native"
