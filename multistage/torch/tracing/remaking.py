@@ -31,9 +31,8 @@ from ..tensors.meter import Operations
 from .observing import _PLAIN, storage_of
 
 # Bytes that are not kept for a second of making them again, as multiples of what running the
-# whole stage again gives: each is a way to keep the stage's tape.  Below 1, little is kept: what
-# is dear alone, such as masks of dropout.
-_WORTH = (0.6, 1.5, 6.0)
+# whole stage again gives: each is a way to keep the stage's tape.
+_WORTH = (1.5, 6.0)
 _ROUNDS = 3
 
 
