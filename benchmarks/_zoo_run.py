@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import multistage.torch as mst
 from benchmarks import _zoo_cells, _zoo_models
-from benchmarks.zoo import LIMITS, least_of
+from benchmarks.zoo import least_of
 from multistage.errors import BudgetError
 from multistage.torch.tensors.meter import Meter
 
@@ -294,8 +294,11 @@ class CellWays:
 # --------------------------------------------------------------------- one record
 
 
-def run(name: str, seed: int, repeats: int) -> dict[str, Any]:
-    """Return what became of a model or cell."""
+def run(name: str, seed: int, repeats: int, limits: Sequence[float]) -> dict[str, Any]:
+    """Return what became of a model or cell.
+
+    Without `repeats` nothing is timed, and the first limit that works is the last one tried.
+    """
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -312,21 +315,24 @@ def run(name: str, seed: int, repeats: int) -> dict[str, Any]:
     found = trained(ways.captured())  # what a user of torch.compile trains with
     record["asks"], known = differing(known, found), found
     plain_bytes = record["plain_bytes"] = plain.peak_bytes()
-    record["plain_s"] = statistics.median(plain.seconds() for _ in range(3))
-    for limit in LIMITS:
+    if repeats:
+        record["plain_s"] = statistics.median(plain.seconds() for _ in range(3))
+    for limit in limits:
         point: dict[str, Any] = {"limit": limit}
         record["points"].append(point)
         try:
             ours, took_s = ways.ours(limit)
-            # Of which one step was run.
-            record.setdefault("prepare_s", max(0.0, took_s - record["plain_s"]))
             point["differs"] = differing(known, trained(ours))
             point["over_limit"] = ours.peak_bytes() / ours.limit()
+            if not repeats:
+                break
+            # Of which one step was run.
+            record.setdefault("prepare_s", max(0.0, took_s - record["plain_s"]))
             point["over_plain"], point["seconds"] = in_turns(plain, ours, repeats)
         except Exception as error:  # whatever a model raises is what the table tells
             point |= _failed(error, plain_bytes)
     record["reason"] = next((p["reason"] for p in record["points"] if "reason" in p), "")
-    for kind, other in ways.others().items():
+    for kind, other in ways.others().items() if repeats else ():
         record["others"][kind] = _beside(ways, other, plain, plain_bytes, repeats)
     return record
 
