@@ -38,6 +38,7 @@ from ..backends.base import Store, require_distinct
 from ..backends.lifetimes import Birth
 from ..errors import ArgumentError, MultistageError, ScheduleError, StateError, StoreError
 from ..model.chain import Chain
+from ..model.stages import StageCosts
 from ..planners.base import played
 from ..schedule.rules import Rules, each_judged
 from ..schedule.timeline import Timeline
@@ -122,6 +123,15 @@ class Resumed:
         rules.tier_used[0] = rules.tier_peak[0] = sum(map(rules.room_in_tier, self.stored))
         if self.end is not None:
             rules.n_steps = rules.live = self.end
+
+    def peak_bytes(self, actions: Iterable[Action], costs: StageCosts) -> int:
+        """Return the most fast memory that actions take from there on, where steps differ."""
+        rules = Rules.in_bytes(costs, recovers=True)
+        self.tell(rules)
+        for action in actions:
+            rules.apply(action, rules.usual_answer(action))
+        assert rules.memory is not None
+        return rules.memory.peak_bytes
 
 
 class Executor(Generic[State, Adjoint]):

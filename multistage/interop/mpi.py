@@ -35,7 +35,6 @@ from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
 from ..errors import ArgumentError, BudgetError
 from ..measurement.chain import measure, with_tiers
-from ..measurement.seen import drifted
 from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import Costs
@@ -230,8 +229,8 @@ class MPIReversal(Generic[State, Adjoint]):
         self._layout: Layout | None = None
         self._limit: tuple[int | None, int] = None, 0  # bytes, and of them buffers
         self._sweeps: Sweeps[State, Adjoint] | None = None  # None until all ranks have agreed
-        # Stale: costs have drifted from the plan's; left: by an exception of this rank's own.
-        self._ready = self._closed = self._stale = self._left = False
+        self._costs: Costs | None = None  # agreed on before there are sweeps
+        self._ready = self._closed = self._left = False  # left: by an exception of its own
         self._report: Report | None = None
 
     def _begin(self, checked_here: partial[Arguments[State, Adjoint]]) -> None:
@@ -250,20 +249,19 @@ class MPIReversal(Generic[State, Adjoint]):
     @property
     def plan(self) -> Plan | None:
         """The plan of the last sweep, the same on all ranks; if steps differ in rank 0's bytes."""
-        made, (limit_bytes, buffers) = self._agreed.plan, self._limit
+        made = None if self._sweeps is None else self._sweeps.plan
         if made is None or made.actions:
             return made
+        limit_bytes, buffers = self._limit
         return made.within(limit_bytes, {BUFFERS: buffers})
 
     @property
     def costs(self) -> Costs | StageCosts | None:
         """What the next sweep is planned with."""
-        found: Costs | StageCosts | None = self._given.keywords["costs"]
-        if not isinstance(found, StageCosts):
-            found = self._agreed.costs
-        if self._surveys:
-            return None if self._sweeps is None else self._sweeps.costs
-        return times(found, self._given.keywords["functionals"], back=True)
+        given: Costs | StageCosts | None = self._given.keywords["costs"]
+        if isinstance(given, StageCosts):
+            return times(given, self._given.keywords["functionals"], back=True)
+        return None if self._sweeps is None else self._sweeps.costs
 
     @property
     def _surveys(self) -> bool:
@@ -469,7 +467,7 @@ class MPIReversal(Generic[State, Adjoint]):
             sweeps = self._prepared(state, self._n_steps is None, "prepare()", sweeps=False)
             if self._surveys and self.costs is None:
                 raise self._ranks.everywhere(ArgumentError(THEY_DIFFER))
-            return sweeps.prepare(state) if self._differ or self.plan is None else self.plan
+            return sweeps.prepare(state)
 
     def reverse(self, adjoint: Adjoint) -> Adjoint:
         """Run the reverse sweep from this rank's part of the adjoint of the last state.
@@ -493,7 +491,8 @@ class MPIReversal(Generic[State, Adjoint]):
             result = self._sweeps.reverse(adjoint)
             self._require_sizes(self._sweeps)
             self._report = self._sweeps.report()
-            self._learn(self._sweeps, self._report.seen)
+            if self._store is not None:
+                self._store.settle()
         return result
 
     def _require_sizes(self, sweeps: Sweeps[State, Adjoint]) -> None:
@@ -508,20 +507,6 @@ class MPIReversal(Generic[State, Adjoint]):
             except BudgetError as error:
                 steps.anew(error)
                 raise
-
-    def _learn(self, sweeps: Sweeps[State, Adjoint], seen: Costs) -> None:
-        """Note the plan of complete sweeps; plan again if the ranks have seen other costs."""
-        agreed = self._agreed
-        agreed.plan = sweeps.plan
-        if self._store is not None:
-            self._store.settle()
-        if self._durable is not None or self._differ:
-            return  # its folder is the run's; costs of steps that differ stay
-        costs = agreed.costs
-        assert costs is not None
-        self._stale = drifted(costs, agreed.slowest(lambda: seen))
-        if not self._stale:
-            agreed.costs = costs
 
     def _prepared(
         self, state: State, online: bool, call: str, *, sweeps: bool
@@ -544,9 +529,11 @@ class MPIReversal(Generic[State, Adjoint]):
             last = self._layout
             if last is None or not layout.same_as(last):
                 self._forget()
-                self._layout, self._agreed.costs = layout, None
+                self._layout, self._costs = layout, None
             arrays: dict[str, object] = {"the number of arrays in a state": len(layout.leaves)}
-            return arrays, self._sweeps is None or (not self._differ and self.costs is None)
+            steps = None if self._sweeps is None else self._sweeps.steps
+            guesses = isinstance(steps, Uniform) and steps.guesses
+            return arrays, steps is None or guesses
 
         found = ranks.gather(facts, call)
         ranks.same([one for one, _ in found], "states have the same tree on every rank")
@@ -554,21 +541,16 @@ class MPIReversal(Generic[State, Adjoint]):
             self._forget()
             self._sweeps = self._planned(state, sweeps=sweeps)
         assert self._sweeps is not None
-        if self._stale:  # by costs alone: the tier stays open
-            self._stale = False
-            steps, costs = self._sweeps.steps, self._agreed.costs
-            assert isinstance(steps, Uniform) and costs is not None
-            steps.plan_by(costs)
-            if self._n_steps is not None:
-                self._agreed.planned(partial(self._sweeps.prepare, state))
         return self._sweeps
 
     def _forget(self) -> None:
         """Drop the plan, and all that was made for it; a durable folder stays open."""
         if self._sweeps is not None:
             self._sweeps.let_go()
-        self._sweeps = self._agreed.plan = None
-        self._stale = False
+            steps = self._sweeps.steps
+            if isinstance(steps, Uniform):
+                self._costs = None if steps.guesses else steps.costs
+        self._sweeps = None
 
     def _planned(self, state: State, *, sweeps: bool) -> Sweeps[State, Adjoint]:
         """Agree on slots, costs and the plan.
@@ -584,31 +566,28 @@ class MPIReversal(Generic[State, Adjoint]):
         budget = Budget.parse(self._given.keywords["memory"])
         if self._durable is not None:
             self._durable.attach(OrderedLayout.like(Layout.of(state)), self._n_steps, state)
-            if self._agreed.costs is None and given is None:
-                self._agreed.costs = self._durable.costs
+            if self._costs is None and given is None:
+                self._costs = self._durable.costs
         buffers = 0 if store is None else store.buffer_bytes(layout)
         slots = min(ranks.gather(lambda: budget.slots_for(layout.nbytes, buffers)))
         self._limit = budget.bytes, buffers
         # Where one rank's states are new, the costs of all are.
-        if not all(ranks.gather(lambda: self._agreed.costs is not None)):
-            self._agreed.costs = None
+        if not all(ranks.gather(lambda: self._costs is not None)):
+            self._costs = None
             begun = self._durable is not None and self._durable.begun
             if given is not None:
-                self._agreed.slowest(lambda: given)
+                self._costs = self._agreed.slowest(lambda: given)
             elif not sweeps or begun:
-                self._measure(state, layout, self._n_steps or 10_000)
+                self._costs = self._measured(state, layout, self._n_steps or 10_000)
         arguments = self._given(
             memory=Budget(slots=slots),
             tiers=store,
-            costs=self._agreed.costs,
+            costs=self._costs,
             durable=self._durable,
             agreement=self._agreed,
             probed=self._probed,
         )
-        made = Sweeps(arguments, self._progress)
-        if self._n_steps is not None and self._agreed.costs is not None:
-            self._agreed.planned(partial(made.prepare, state))
-        return made
+        return Sweeps(arguments, self._progress)
 
     def _unequal(self) -> Sweeps[State, Adjoint]:
         """Return the sweeps of steps that differ, which agree on a plan or survey."""
@@ -626,8 +605,8 @@ class MPIReversal(Generic[State, Adjoint]):
 
         return self._ranks.agreed(made)
 
-    def _measure(self, state: State, layout: Layout, most: int) -> None:
-        """Measure costs: steps in step with the others, this rank's tier by itself."""
+    def _measured(self, state: State, layout: Layout, most: int) -> Costs:
+        """Return costs as measured: steps in step with the others, this rank's tier by itself."""
         stores = () if self._probed is None else (self._probed,)
         share = 2 / 3 * _PROBE_S if stores else _PROBE_S
         costs = measure(
@@ -642,7 +621,7 @@ class MPIReversal(Generic[State, Adjoint]):
         costs = times(costs, self._given.keywords["functionals"])
         self._ranks.most(0.0)  # all ranks measure at once, as they will use their tiers
         tiers = partial(with_tiers, costs, stores, layout, _PROBE_S - share, most)
-        self._agreed.slowest(partial(tiers, at_once=self._ranks.size))
+        return self._agreed.slowest(partial(tiers, at_once=self._ranks.size))
 
     def _require_forward(self) -> None:
         if not self._ready or self._sweeps is None:

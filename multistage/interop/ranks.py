@@ -29,7 +29,6 @@ takes one rank out of that order, nothing here communicates any more: `drop`,
 from __future__ import annotations
 
 import importlib
-import itertools
 import sys
 import time
 import traceback
@@ -43,18 +42,16 @@ from zlib import crc32
 import numpy as np
 
 from .. import errors
-from ..actions import Action
 from ..backends.base import CheckpointLost, Store
 from ..backends.wrapper import WrapperStore
-from ..errors import ArgumentError, BudgetError, MultistageError
+from ..errors import ArgumentError, MultistageError
+from ..execute.executor import Resumed
 from ..model.costs import Costs
 from ..model.stages import Stage, StageCosts
 from ..model.tier import Tier
 from ..planners import Plan
 from ..planners.chain import pieces
-from ..planners.chain.memory import use_of
-from ..planners.single.binomial import forward_and_reverse, reverse_actions
-from ..reversing.arguments import WHOLE, Unequals
+from ..reversing.arguments import Made, Unequals
 from ..states.layout import Array, Layout
 
 if TYPE_CHECKING:
@@ -309,7 +306,7 @@ def slowest(costs: Sequence[Costs], rank: int) -> Costs:
     )
 
 
-def tightest(found: Sequence[Unequals], rooms: Sequence[int], unit: int | None = None) -> Unequals:
+def tightest(found: Sequence[Unequals], rooms: Sequence[int]) -> Unequals:
     """Return costs of unequal steps and a tier for all ranks, with the memory of rank 0.
 
     The largest times, and sizes as parts of the memory of the rank where they are the largest
@@ -319,8 +316,6 @@ def tightest(found: Sequence[Unequals], rooms: Sequence[int], unit: int | None =
     ----------
     rooms : sequence of int
         Bytes of each rank's memory, of which sizes are parts.
-    unit : int, optional
-        All of a memory, in place of the bytes of rank 0.
 
     Examples
     --------
@@ -331,7 +326,7 @@ def tightest(found: Sequence[Unequals], rooms: Sequence[int], unit: int | None =
     >>> costs.stages[0].output_bytes, room
     (30, 100)
     """
-    room, tier = rooms[0] if unit is None else unit, found[0][2]
+    room, tier = rooms[0], found[0][2]
 
     def size(values: Iterable[int]) -> int:
         return max(-(-value * room // own) for value, own in zip(values, rooms, strict=True))
@@ -375,21 +370,15 @@ def _slowest_tier(mine: Tier, same: Sequence[Tier], scales: Sequence[float]) -> 
     return replace(mine, **agreed)
 
 
-class Agreed:
-    """What all ranks plan with.
+_FROM_STATE_0 = Resumed(())
 
-    Attributes
-    ----------
-    plan : Plan or None
-    costs : Costs or None
-        The slowest rank's times, this rank's bytes.
-    """
+
+class Agreed:
+    """What all ranks plan with; see `reversing.arguments.Agreement`."""
 
     def __init__(self, ranks: Ranks, *, tiered: bool) -> None:
         self._ranks, self._tiered = ranks, tiered
         self.most, self.size = ranks.most, ranks.size
-        self.costs: Costs | None = None
-        self.plan: Plan | None = None
 
     def slowest(self, mine: Callable[[], Costs]) -> Costs:
         """Return the costs that all ranks plan with, after those that each has seen."""
@@ -399,93 +388,64 @@ class Agreed:
             for costs in found
         ]
         self._ranks.same(facts, "give every rank costs of the same kind")
-        self.costs = slowest(found, self._ranks.rank)
-        return self.costs
+        return slowest(found, self._ranks.rank)
 
-    def stages(self, mine: Callable[[], Unequals], planner: pieces.PersistentPlanner) -> Plan:
-        """Return a plan of unequal steps that fits every rank.
+    def fitting(
+        self,
+        mine: Callable[[], tuple[Unequals, int]],
+        make: Callable[[Unequals, int | None], Made],
+        start: Resumed = _FROM_STATE_0,
+    ) -> Made:
+        """Return what is made of unequal steps and fits every rank.
 
-        Sizes are parts of what ranks have for what they keep; then, if one would need more than
-        it has, since the largest step is less of its memory than of another's, of their limits.
-
-        Raises
-        ------
-        BudgetError
-            On every rank, if none is found.
+        Sizes are parts of what ranks have for what they keep.  What one has no room for, since
+        its largest step is less of its memory than of another's, is planned with sizes as parts
+        of all of their limits, then with less; Revolve with few states, or with none, is tried
+        last, which always fits.
         """
 
-        def known() -> tuple[Unequals, int]:
-            costs, room, tier = own = mine()
-            return own, pieces.least_beside(costs, planner, tier) + room
+        def known() -> tuple[Unequals, int, int]:
+            own, left = mine()
+            return own, left, left + pieces.least_in_pieces(own[0])
 
         every = self._ranks.gather(known)
-        (own, _, own_tier), limit = every[self._ranks.rank]
-        found, limits = [one for one, _ in every], [most for _, most in every]
+        (own, _, _), _, limit = every[self._ranks.rank]
+        found, limits = [one for one, _, _ in every], [most for _, _, most in every]
         costs, room, tier = tightest(found, [room for _, room, _ in found])
-        plan = self.planned(partial(pieces.chain_plan, costs, room, planner, tier))
-        use = use_of(plan.actions, own, () if own_tier is None else (own_tier,))
-        if self.most(use.peak_bytes - limit) <= 0:
-            return plan
-        costs, memory, tier = tightest(found, limits)
-
-        def make() -> Plan:
-            room = memory - pieces.least_beside(costs, planner, tier)
-            if room < 0:
-                raise BudgetError(
-                    "no plan was found that fits every rank, since their largest steps differ; "
-                    f"raise memory by {-(room * limit // memory)} bytes, and on the others likewise"
-                )
-            return pieces.chain_plan(costs, room, planner, tier)
-
-        return self.planned(make)
+        room = min(left * room // its for (_, its, _), left, _ in every)
+        whole, memory, rates = tightest(found, limits)
+        beside = memory - pieces.least_in_pieces(whole)
+        tried: list[tuple[Unequals, int | None]] = [((costs, room, tier), None)]
+        tried += [((whole, beside, rates), None)] if beside >= 0 else []
+        tried += [((costs, k * room // 4, tier), None) for k in (2, 0)]
+        tried += [((costs, 0, tier), slots) for slots in (4, 2, 1, 0)]
+        for given, slots in tried:
+            made = self.same(partial(make, given, slots))
+            actions = made.actions if isinstance(made, Plan) else made
+            if self.most(start.peak_bytes(actions, own) - limit) <= 0:
+                break
+        return made
 
     def largest(self, mine: Callable[[], int]) -> int:
         """Return the largest of what `mine` returns on each rank; what it raises, all raise."""
         return max(self._ranks.gather(mine))
 
-    def surveyed(
-        self, mine: Callable[[], tuple[Unequals, int]], planner: pieces.PersistentPlanner
-    ) -> list[Action]:
-        """Return the actions that reverse steps of a survey, within the memory of each rank.
-
-        What one has no room for, since its largest step is less of its memory than of another's,
-        is planned with less; Revolve with few states, or with none, is tried last.
-        """
-        every = self._ranks.gather(mine)
-        found, left = [one for one, _ in every], every[self._ranks.rank][1]
-        costs, whole, _ = tightest(found, [room for _, room, _ in found], WHOLE)
-        part = min(left * whole // room for (_, room, _), left in every)
-        own = found[self._ranks.rank][0]
-        n, limit = len(own.stages), left + pieces.least_in_pieces(own)
-        tried = itertools.chain(
-            (pieces.plan(costs, k * part // 4, planner) for k in (4, 3, 2, 1, 0)),
-            (
-                forward_and_reverse(reverse_actions(0, n, slots, keep_first=True))
-                for slots in (4, 2, 1, 0)  # with none each step is run to from the start
-            ),
-        )
-        for actions in map(list, tried):
-            if self.most(use_of(actions, own).peak_bytes - limit) <= 0:
-                break
-        return actions
-
-    def planned(self, make: Callable[[], Plan]) -> Plan:
-        """Return the plan that `make` returns; raise on all ranks unless it is the same.
+    def same(self, make: Callable[[], Made]) -> Made:
+        """Return what `make` returns; raise on all ranks unless it is the same.
 
         Equal costs make equal plans, unless the ranks' arithmetic differs.
         """
-        made: list[Plan] = []
+        made: list[Made] = []
 
-        def figures() -> dict[str, object]:
-            made.append(plan := make())
-            told = (plan.planner, plan.forward_steps, plan.makespan_s, plan.parameters)
-            if plan.actions:
-                return {"the plan": f"{told} {crc32(repr(plan.actions).encode()):x}"}
-            return {"the plan": str(told)}
+        def facts() -> dict[str, object]:
+            made.append(found := make())
+            if not isinstance(found, Plan):
+                return {"the schedule": f"{crc32(repr(found).encode()):x}"}
+            told = (found.planner, found.forward_steps, found.makespan_s, found.parameters)
+            return {"the plan": f"{told} {crc32(repr(found.actions).encode()):x}"}
 
         remedy = "run the same version of everything on every rank"
-        self._ranks.same(self._ranks.gather(figures), remedy)
-        self.plan = made[0]
+        self._ranks.same(self._ranks.gather(facts), remedy)
         return made[0]
 
 

@@ -8,7 +8,7 @@ have more in memory than the budget allows, unseen by any report.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol, Self, TypeAlias, TypeVar, cast
@@ -19,6 +19,7 @@ from ..backends.urls import Tiers, open_store, tier_names
 from ..durable.records import OrderedLayout
 from ..durable.run import DurableRun
 from ..errors import ArgumentError, BudgetError
+from ..execute.executor import Resumed
 from ..model.budget import Budget
 from ..model.chain import Chain, FunctionChain
 from ..model.costs import NOT_KEPT, Costs
@@ -27,7 +28,6 @@ from ..model.stages import StageCosts
 from ..model.tier import Tier
 from ..planners import PLANNERS, Plan, Planner
 from ..planners.base import require_steps
-from ..planners.chain.pieces import PersistentPlanner
 from ..states.in_place import ArrayStates
 from ..states.layout import Array, Layout
 from ..states.slots import States
@@ -42,6 +42,8 @@ Adjoint = TypeVar("Adjoint")
 
 # What unequal steps are planned with: costs, bytes for what is kept, the tier.
 Unequals: TypeAlias = tuple[StageCosts, int, Tier | None]
+# A plan, or the actions of a part of one.
+Made = TypeVar("Made", Plan, tuple[Action, ...])
 # The planner of steps that differ, and whose costs a first sweep is to show.
 SURVEY = "survey"
 # The memory of a rank, of which what it keeps in such a sweep is counted as parts.
@@ -72,28 +74,27 @@ class Agreement(Protocol):
         """
         ...
 
-    def stages(self, mine: Callable[[], Unequals], planner: PersistentPlanner, /) -> Plan:
-        """Return a plan of unequal steps that fits every rank.
-
-        `mine` returns what this rank plans with; what it raises on one rank is raised on all.
-        """
-        ...
-
     def largest(self, mine: Callable[[], int], /) -> int:
         """Return the largest of what `mine` returns on each rank; what it raises, all raise."""
         ...
 
-    def surveyed(
-        self, mine: Callable[[], tuple[Unequals, int]], planner: PersistentPlanner, /
-    ) -> Iterable[Action]:
-        """Return the actions that reverse steps of a survey, within the memory of each rank.
+    def fitting(
+        self,
+        mine: Callable[[], tuple[Unequals, int]],
+        make: Callable[[Unequals, int | None], Made],
+        start: Resumed = ...,
+        /,
+    ) -> Made:
+        """Return what is made of unequal steps and fits every rank.
 
-        `mine` returns what this rank plans with, and the bytes that are left of its memory.
+        `mine` returns what this rank plans with, and the bytes that are left of its room; what
+        it raises on one rank is raised on all.  `make` is given what all plan with and, where
+        no plan fits, how many states Revolve keeps; it begins at `start`.
         """
         ...
 
-    def planned(self, make: Callable[[], Plan], /) -> Plan:
-        """Return the plan that `make` returns; raise on all ranks unless it is the same."""
+    def same(self, make: Callable[[], Made], /) -> Made:
+        """Return what `make` returns; raise on all ranks unless it is the same."""
         ...
 
 

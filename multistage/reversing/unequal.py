@@ -271,10 +271,24 @@ class Unequal(Generic[State, Adjoint]):
             )
         return costs, room, bounded(self._rates, store, costs)
 
+    def _known(self, costs: StageCosts, left: Resumed | None = None) -> tuple[Unequals, int]:
+        """Return what this rank plans with, and the bytes that it has left.
+
+        Raises LargerThanPlanned if a state on the disk is larger than its costs say.
+        """
+        for step, layout in () if left is None else left.layouts.items():
+            require_state(costs, step, bytes_of(layout))
+        own = self._given_costs(costs)
+        return own, own[1]
+
     def _make_plan(self, costs: StageCosts) -> None:
         store, agreement = self._store, self._agreement
         if agreement is not None:
-            self.plan = agreement.stages(partial(self._given_costs, costs), self._planner)
+
+            def made(given: Unequals, slots: int | None) -> Plan:
+                return chain_plan(given[0], given[1], self._planner, given[2], slots)
+
+            self.plan = agreement.fitting(partial(self._known, costs), made)
         else:
             costs, room, rates = self._given_costs(costs)
             self.plan = chain_plan(costs, room, self._planner, rates)
@@ -334,28 +348,35 @@ class Unequal(Generic[State, Adjoint]):
         def part(i: int) -> int:
             return agreement.largest(lambda: -(-WHOLE * seen.state_bytes[i] // self._room_now(i)))
 
+        def made(given: Unequals, slots: int | None) -> tuple[Action, ...]:
+            return tuple(reversed_by(given[0], given[1], planner, slots=slots))
+
         def agreed(start: int, stop: int, kept: list[int]) -> Iterable[Action]:
-            actions = agreement.surveyed(partial(mine, start, stop, kept), planner)
+            actions = agreement.fitting(partial(mine, start, stop, kept), made)
             return (shifted(action, start) for action in without_end(actions))
 
         return survey(lambda _: WHOLE, is_last, part, agreed)
 
-    def _rest(self, left: Resumed) -> Iterator[Action]:
-        """Return the actions that are left of a killed run.
-
-        Raises LargerThanPlanned if a state on the disk is larger than its costs say.
-        """
+    def _rest(self, left: Resumed) -> Iterable[Action]:
+        """Return the actions that are left of a killed run."""
         assert self.costs is not None
-        for step, layout in left.layouts.items():
-            require_state(self.costs, step, bytes_of(layout))
-        costs, room, rates = self._given_costs(self.costs)
-        return resumed_actions(costs, room, self._planner, rates, left.stored, left.end)
+        known, agreement = partial(self._known, self.costs, left), self._agreement
+
+        def made(given: Unequals, slots: int | None = None) -> Iterator[Action]:
+            costs, room, rates = given
+            return resumed_actions(costs, room, self._planner, rates, left.stored, left.end, slots)
+
+        if agreement is None:
+            return made(known()[0])
+        return agreement.fitting(known, lambda given, slots: tuple(made(given, slots)), left)
 
     def rules(self) -> Rules:
         """Return the machine that judges the actions of the plan, byte by byte."""
         plan = self.plan
         assert plan is not None
-        return Rules.in_bytes(plan.stage_costs, plan.memory_bytes, recovers=True)
+        rest = self._agreement is not None and self.resumed is not None  # which is looked at itself
+        limit = None if rest else plan.memory_bytes
+        return Rules.in_bytes(plan.stage_costs, limit, recovers=True)
 
     def judges(self, *, online: bool) -> bool:
         """Whether every action is judged before it is performed."""

@@ -125,9 +125,8 @@ class Uniform(Generic[State, Adjoint]):
             self.costs, self._needs_executor = self._guessed(layout), True
         elif self.costs is None:
             self.costs = self._measured(state)
-        unplanned = self.plan is None or self._stale
-        if self._arguments.n_steps is not None and unplanned and self._first is None:
-            self.plan, self._stale = self._planned(self.costs, self._arguments.n_steps), False
+        if self._first is None:
+            self._plan_if_stale(self.costs)
         self._opened.open(self._arguments.stores, layout)
         if executor is None or self._needs_executor:
             executor = self._made_executor(self.costs)
@@ -136,6 +135,18 @@ class Uniform(Generic[State, Adjoint]):
             executor = self._made_executor(self.costs)
         self._needs_executor = False
         return executor
+
+    def _plan_if_stale(self, costs: Costs) -> None:
+        """Plan a sweep of known length, unless there is a plan by these costs."""
+        n_steps, agreement = self._arguments.n_steps, self._arguments.agreement
+        stale = self._stale or (self.plan is None and n_steps is not None)
+        if agreement is not None and (stale := agreement.most(stale) > 0):
+            # One rank alone may have corrected its own, by a larger tape.
+            self.costs = costs = agreement.slowest(partial(replace, costs))
+        self._stale = False
+        if stale and n_steps is not None:
+            make = partial(self._planned, costs, n_steps)
+            self.plan = make() if agreement is None else agreement.same(make)
 
     # ----------------------------------------------------------------- measuring
 
@@ -277,7 +288,7 @@ class Uniform(Generic[State, Adjoint]):
             return self._online(is_last)
         assert n is not None
         plan = partial(self._planned, costs, n)
-        self.plan = plan() if given.agreement is None else given.agreement.planned(plan)
+        self.plan = plan() if given.agreement is None else given.agreement.same(plan)
         self._stale = False
         if self.plan.sealed and not given.checked:
             return self.plan.schedule()
@@ -302,9 +313,10 @@ class Uniform(Generic[State, Adjoint]):
             made = plan(costs, Budget(slots=slots), n_steps, planner, progress=self._bars.shown)
         return made.within(self._arguments.budget.bytes, {BUFFERS: self._buffers})
 
-    def plan_by(self, costs: Costs) -> None:
-        """Plan the next sweep by costs that all ranks have agreed on."""
-        self.costs, self._stale = costs, True
+    @property
+    def guesses(self) -> bool:
+        """Whether its costs are guesses, until the first steps have shown what they are."""
+        return self._first is not None
 
     def prospect(self) -> Plan:
         """Return the plan of the next sweep, of one step if its length is unknown."""
@@ -410,9 +422,9 @@ class Uniform(Generic[State, Adjoint]):
         so a sweep of unknown length is only planned when its report is asked for.
         """
         assert self.costs is not None
-        plan = self.plan
+        plan, agreement = self.plan, self._arguments.agreement
         drawn = self.in_hindsight(n_steps) if plan is None else lambda: plan
-        if self.resumed is None and self._arguments.agreement is None:
+        if self.resumed is None:
             self._first_tiers = self._first_tiers or self.costs.tiers
             seen = seen_costs(self.costs, timeline, counts)
             # Given costs may tell of fewer tiers than there are, or of more.
@@ -423,6 +435,7 @@ class Uniform(Generic[State, Adjoint]):
                 seen = replace(seen, tiers=self._late.slowed(seen.tiers))
             if self._left_out(counts.writes > 0, bool(counts.late)):
                 seen = replace(seen, tiers=self._first_tiers)
+            seen = seen if agreement is None else agreement.slowest(lambda: seen)
             if drifted(self.costs, seen):
                 self.costs, self._stale = seen, True
         return drawn

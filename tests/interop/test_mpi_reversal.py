@@ -183,6 +183,24 @@ def test_ranks_measure_at_once_what_they_share(
     assert succeed(run_ranks(2, work)) == [(0.75, 1.5)] * 2
 
 
+def test_a_shared_tier_is_not_planned_for_faster_than_measured(tmp_path: Path) -> None:
+    def work(comm: Comm) -> Any:
+        seen = []
+        for tier in (f"file:{tmp_path}?buffers=0", f"file:{tmp_path}?buffers=0&share=3"):
+            wave, reversal = waves(comm, tiers=tier)
+            with reversal as run:
+                found = gradient(run, wave)
+                assert run.costs is not None
+                (rates,) = run.costs.tiers
+            seen.append(rates.write_s)
+        return found, seen
+
+    found = succeed(run_ranks(2, work))
+    assert_exact([adjoint for adjoint, _ in found])
+    for _, (alone, shared) in found:
+        assert alone < 2.5 == shared
+
+
 def test_a_tier_that_fails_on_one_rank_while_it_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -246,7 +264,7 @@ def test_costs_are_corrected_alike_on_every_rank(
 
     if given is None:  # the first sweep's costs are no one's
         monkeypatch.setattr(first_sweep, "_typical", lambda samples: 1e-9)
-        monkeypatch.setattr(mpi, "drifted", lambda old, new: old.forward_step_s == 1e-9)
+        monkeypatch.setattr(uniform, "drifted", lambda old, new: old.forward_step_s == 1e-9)
     found = succeed(run_ranks(3, work))
     (first, learned), (second, _) = found[0][1], found[0][3]
     assert first == (3600 if given else 1e-9)
@@ -278,7 +296,7 @@ def test_a_second_shot_finds_everything_as_it_is(
             return plain(*given, **options)
 
         monkeypatch.setattr(owner, name, call)
-    monkeypatch.setattr(mpi, "drifted", lambda old, new: drifts)
+    monkeypatch.setattr(uniform, "drifted", lambda old, new: drifts)
 
     def work(comm: Comm) -> Any:
         gradients, counts = [], []
@@ -362,7 +380,7 @@ def test_all_ranks_plan_again_if_states_change_on_one(
                 plans.append(run.plan.slots)
         return plans
 
-    monkeypatch.setattr(mpi, "drifted", lambda old, new: False)
+    monkeypatch.setattr(uniform, "drifted", lambda old, new: False)
     # 80 and 88 bytes take 128 with padding on every rank but the first.
     assert succeed(run_ranks(2, work)) == [[8, 8], [8, 8]]
 

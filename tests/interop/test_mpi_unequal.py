@@ -16,7 +16,7 @@ from fake_mpi import MPI, Comm, World, run_ranks, succeed
 from mpi_part import Part, swept
 
 from multistage import native
-from multistage.actions import Load
+from multistage.actions import Action, Load
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, BudgetError
@@ -24,9 +24,12 @@ from multistage.interop.mpi import MPIReversal
 from multistage.interop.ranks import Agreed, Ranks, tightest
 from multistage.model.stages import StageCosts
 from multistage.model.tier import Tier
+from multistage.planners import Plan
 from multistage.planners.chain.memory import use_of
 from multistage.planners.chain.pieces import chain_plan, least_beside, least_in_pieces
+from multistage.planners.chain.pieces import plan as reversed_by
 from multistage.reversing import unequal
+from multistage.reversing.arguments import Unequals
 
 core = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 
@@ -295,49 +298,52 @@ def test_a_plan_for_all_ranks_fits_each_of_them() -> None:
             assert use.makespan_s <= plan.makespan_s * (1 + 1e-9)
 
 
-def peak_limit_and_error(seed: int, comm: Comm) -> tuple[int, int, str]:
-    """Plan a chain some of whose tapes are large on one rank alone; return bytes, and why not."""
+def planned_together(seed: int, comm: Comm) -> tuple[Any, float]:
+    """Return a plan, within this rank's memory, some of whose tapes are large on one rank alone."""
+    costs, draw = uneven(seed, comm, 20)
+    room = draw.choice([1, 2, 4, 8]) * costs.largest_state_bytes
+
+    def made(given: Unequals, slots: int | None) -> Plan:
+        return chain_plan(given[0], given[1], "optimal", None, slots)
+
+    agreed = Agreed(Ranks(cast(Any, comm)), tiered=False)
+    plan = agreed.fitting(lambda: ((costs, room, None), room), made)
+    assert use_of(plan.actions, costs).peak_bytes <= least_in_pieces(costs) + room
+    return plan.actions, (plan.memory_bytes or 0) / room
+
+
+def uneven(seed: int, comm: Comm, n: int) -> tuple[StageCosts, random.Random]:
+    """Return costs with tapes that are large on one rank alone."""
     draw = random.Random(f"{seed} {comm.rank}")
-    costs = Part(seed, comm.rank, None, 20).costs()
+    costs = Part(seed, comm.rank, None, n).costs()
     stages = tuple(
         replace(stage, tape_bytes=stage.output_bytes * (21 if draw.random() < 0.1 else 1))
         for stage in costs.stages
     )
-    costs = replace(costs, stages=stages)
-    room = draw.choice([1, 2, 4, 8]) * costs.largest_state_bytes
-    limit = least_beside(costs, "optimal") + room
-    agreed = Agreed(Ranks(cast(Any, comm)), tiered=False)
-    try:
-        plan = agreed.stages(lambda: (costs, room, None), "optimal")
-    except BudgetError as error:
-        return 0, limit, str(error)
-    return use_of(plan.actions, costs).peak_bytes, limit, ""
+    return replace(costs, stages=stages), draw
 
 
 @core
 def test_no_rank_keeps_more_than_its_memory_where_largest_steps_differ() -> None:
     """A step that is large on one rank alone would make room for more states on all."""
-    refused = 0
+    slow = 0
     for seed in range(30):
-        found = succeed(run_ranks(2, partial(peak_limit_and_error, seed)))
-        assert all(peak <= limit for peak, limit, _ in found), found
-        assert len({error for _, _, error in found}) == 1
-        refused += "no plan was found that fits every rank" in found[0][2]
-    assert 0 < refused < 10
+        (one, room), (other, _) = succeed(run_ranks(2, partial(planned_together, seed)))
+        assert one == other
+        slow += not room
+    assert 0 < slow < 10  # where nothing else fits, Revolve runs
 
 
 def rest_of_survey(seed: int, comm: Comm) -> list[Any]:
     """Return the actions of the rest of a survey, which fit what this rank has left."""
-    draw = random.Random(f"{seed} {comm.rank}")
-    costs = Part(seed, comm.rank, None, 25).costs()
-    stages = tuple(
-        replace(stage, tape_bytes=stage.output_bytes * (21 if draw.random() < 0.1 else 1))
-        for stage in costs.stages
-    )
-    costs = replace(costs, stages=stages)
+    costs, draw = uneven(seed, comm, 25)
     room, left = 4 * costs.largest_state_bytes, draw.choice([0, 1, 2]) * 100
     agreed = Agreed(Ranks(cast(Any, comm)), tiered=False)
-    actions = list(agreed.surveyed(lambda: ((costs, room, None), left), "optimal"))
+
+    def made(given: Unequals, slots: int | None) -> tuple[Action, ...]:
+        return tuple(reversed_by(given[0], given[1], "optimal", slots=slots))
+
+    actions = list(agreed.fitting(lambda: ((costs, room, None), left), made))
     assert use_of(actions, costs).peak_bytes <= left + least_in_pieces(costs)
     return actions
 

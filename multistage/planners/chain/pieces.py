@@ -61,31 +61,42 @@ def part(costs: StageCosts, start: int, stop: int) -> StageCosts:
 
 
 def plan(
-    costs: StageCosts, room_bytes: int, planner: PersistentPlanner, *, first: int = 0
+    costs: StageCosts,
+    room_bytes: int,
+    planner: PersistentPlanner,
+    *,
+    first: int = 0,
+    slots: int | None = None,
 ) -> Iterator[Action]:
     """Yield the actions that reverse all steps from live state 0.
 
-    State 0 is held by the caller; the steps are called first, first + 1, ...
+    State 0 is held by the caller; the steps are called first, first + 1, ...  With `slots`
+    they are Revolve's that keep so many states, whatever the room.
     """
     n = len(costs.stages)
-    whole = n <= MOST_AT_ONCE
-    memory = room_bytes + (least_memory(costs, planner) if whole else least_in_pieces(costs))
-    actions: Iterable[Action] | None
-    if whole:
+    actions: Iterable[Action] | None = None
+    if slots is None and n <= MOST_AT_ONCE:
+        memory = room_bytes + least_memory(costs, planner)
         actions = plan_at_once(costs, memory, planner, resolution=_slots(costs)).actions
-    else:
-        limit = memory - costs.input_bytes
+    elif slots is None:
+        limit = room_bytes + least_in_pieces(costs) - costs.input_bytes
         actions = plan_nested(Sizes.of(costs), limit, tapes=planner == "optimal")
-    if actions is None:  # each from the start
-        actions = forward_and_reverse(reverse_actions(0, n, 0, keep_first=True))
+    if actions is None:  # without slots each from the start
+        actions = forward_and_reverse(reverse_actions(0, n, slots or 0, keep_first=True))
     for action in actions:
         yield shifted(action, first)
 
 
 def chain_plan(
-    costs: StageCosts, room_bytes: int, planner: PersistentPlanner, rates: Tier | None = None
+    costs: StageCosts,
+    room_bytes: int,
+    planner: PersistentPlanner,
+    rates: Tier | None = None,
+    slots: int | None = None,
 ) -> Plan:
     """Return the plan of all steps, see `plan`, judged byte by byte; `rates` of a slow tier."""
+    if slots is not None:
+        return Plan.judged("revolve", costs, None, plan(costs, 0, planner, slots=slots))
     memory = least_beside(costs, planner, rates) + room_bytes
     if _is_short(costs, rates):
         slots = _slots(costs) if rates is None else SLOTS

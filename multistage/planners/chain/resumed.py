@@ -27,6 +27,7 @@ def resumed_actions(
     rates: Tier | None,
     stored: Sequence[int],
     end: int | None,
+    slots: int | None = None,
 ) -> Iterator[Action]:
     """Yield the actions of a run that was killed.
 
@@ -43,6 +44,8 @@ def resumed_actions(
     end : int or None
         Step of the adjoint to continue with, `EndForward` then being the first action; None
         if the forward sweep is not over.
+    slots : int, optional
+        As for `pieces.plan`; nothing is read ahead then.
 
     Examples
     --------
@@ -69,7 +72,7 @@ def resumed_actions(
             coming = -1
         yield Load(start)
         if forward:
-            found = chain_plan(part(costs, start, at), max(0, room), planner, rates)
+            found = chain_plan(part(costs, start, at), max(0, room), planner, rates, slots)
             first = tokens
             for action in found.actions:
                 tokens += isinstance(action, Get | Put)
@@ -78,11 +81,12 @@ def resumed_actions(
                 yield shifted(action, start)
             forward = False
         else:
-            if start and left[-1] and sizes[left[-1]] <= room:
+            if slots is None and start and left[-1] and sizes[left[-1]] <= room:
                 room -= sizes[left[-1]]
                 yield Get(left[-1])
                 tokens, coming = tokens + 1, tokens
-            within = plan(part(costs, start, at), max(0, room), planner, first=start)
+            here = part(costs, start, at)
+            within = plan(here, max(0, room), planner, first=start, slots=slots)
             yield from left_to_reverse(without_end(within))
         if start:
             yield Free(start)
