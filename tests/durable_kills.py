@@ -106,9 +106,9 @@ def _given() -> Any:
 # Cases whose end `until` finds.
 FOUND = ("found", "short-found", "ranks-found")
 # Cases whose steps differ in cost and size.
-UNEQUAL = ("unequal", "short-unequal")
+UNEQUAL = ("unequal", "short-unequal", "ranks-unequal", "short-ranks-unequal")
 # Cases of several ranks, each with a folder of its own.
-TOGETHER = ("ranks", "ranks-found", "short-ranks")
+TOGETHER = ("ranks", "ranks-found", "short-ranks", "ranks-unequal", "short-ranks-unequal")
 RANKS = 3
 # Name -> chain, array elements of a state, steps, slots.
 CASES: dict[str, tuple[Any, int, int, int]] = {
@@ -124,6 +124,8 @@ CASES: dict[str, tuple[Any, int, int, int]] = {
     "roomy": (lambda: FunctionChain(_advance, _reverse), 2000, 600, 10_000),
     "unequal": (lambda: FunctionChain(_refined, _reverse_refined), 20_000, 60, 6),
     "short-unequal": (lambda: FunctionChain(_refined, _reverse_refined), 120, 12, 3),
+    "ranks-unequal": (lambda: FunctionChain(_refined, _reverse_refined), 2000, 60, 6),
+    "short-ranks-unequal": (lambda: FunctionChain(_refined, _reverse_refined), 120, 12, 3),
 }
 
 
@@ -136,7 +138,7 @@ def answer(name: str) -> list[str]:
 
 
 def _answer(name: str, rank: int) -> list[str]:
-    _, size, n, _ = CASES[name]
+    size, n = _size(name, rank), CASES[name][2]
     step, adjoint_step = (_refined, _reverse_refined) if name in UNEQUAL else (_advance, _reverse)
     states = [_start(size) + rank]
     for i in range(n):
@@ -145,6 +147,11 @@ def _answer(name: str, rank: int) -> list[str]:
     for i in reversed(range(n)):
         adjoint = adjoint_step(states[i], adjoint, i)
     return _facts(states[-1], adjoint)
+
+
+def _size(name: str, rank: int) -> int:
+    """Return the elements of state 0, more on every rank where states differ."""
+    return CASES[name][1] * (1 + rank if name in UNEQUAL else 1)
 
 
 def _facts(last: Any, adjoint: Any) -> list[str]:
@@ -200,9 +207,11 @@ def run_ranks(name: str, folder: Path) -> list[Any]:
     from multistage.interop.mpi import MPIReversal
 
     sys.modules["mpi4py.MPI"] = fake_mpi.MPI
-    make, size, n, slots = CASES[name]
+    make, _, n, slots = CASES[name]
+    vars(unequal)["measured_rates"] = lambda *_: Tier.of_rates(1e8, 1e8, tapes=False)
 
     def work(comm: Any) -> Any:
+        size = _size(name, comm.rank)
         until = (lambda _, i: i == n) if name in FOUND else None
         with MPIReversal(
             make(),
@@ -211,7 +220,7 @@ def run_ranks(name: str, folder: Path) -> list[Any]:
             memory=f"{slots} slots",
             durable=folder,
             durable_every_s=0 if name.startswith("short") else 0.01,
-            costs=replace(COSTS, state_bytes=8 * size),
+            costs=_costs(name, size, n),
         ) as reversal:
             last = reversal.forward(_start(size) + comm.rank, until)
             adjoint = reversal.reverse(_given())

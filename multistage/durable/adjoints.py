@@ -226,7 +226,7 @@ class Passed:
     """States that a forward sweep of unequal steps passes, written at most every so many seconds.
 
     Whatever its plan writes: as states of equal steps are, so that a killed run has them.  The
-    store has them as states that were dropped already.
+    store has them as states that were dropped already.  Several ranks write the same ones.
 
     Parameters
     ----------
@@ -237,6 +237,7 @@ class Passed:
         Seconds.
     see : callable
         Returns the layout of a live state, by its step.
+    peers : Peers
     """
 
     def __init__(
@@ -245,14 +246,29 @@ class Passed:
         every_s: float,
         clock: Callable[[], float],
         see: Callable[[object, int], Layout],
+        peers: Peers,
     ) -> None:
         self._store, self._every_s, self._clock, self._see = store, every_s, clock, see
         self._furthest, self._n_steps, self._due_s = 0, 0, 0.0
+        self._peers = peers
+        self._pace: Pace | None = None  # of several ranks, which counts down
 
     def begin(self, furthest: int, n_steps: int) -> None:
         """Begin a sweep, whose states up to one were made before; the last is not asked for."""
         self._furthest, self._n_steps = furthest, n_steps
         self._due_s = self._clock() + self._every_s
+        if self._peers.size > 1:
+            self._pace = Pace(-furthest - 1, self._every_s, self._clock())
+
+    def _due(self, step: int) -> bool:
+        """Whether a state is to be written; the same on all ranks."""
+        pace, now, idle = self._pace, self._clock(), self._store.idle
+        if pace is None:
+            return now >= self._due_s and idle
+        if -step > pace.step:
+            return False
+        said = self._peers.most_of(pace.says(-step, now, busy=not idle, safe=0))
+        return pace.agreed(-step, now, said)[0]
 
     def look(self, state: object, step: int) -> None:
         """Copy state `step` for the writer, if it is new and time, and the writer is idle."""
@@ -260,7 +276,7 @@ class Passed:
             return
         self._furthest = step
         store = self._store
-        if step == self._n_steps or self._clock() < self._due_s or not store.idle:
+        if step == self._n_steps or not self._due(step):
             return
         if store.failure:
             warn_unwritten(f"a state cannot be written: {store.failure}")

@@ -148,7 +148,7 @@ def agree(found: Sequence[Found]) -> Found:
 
 
 class Pace:
-    """At which steps ranks write adjoints: agreed in one small reduction at each.
+    """At which steps ranks write adjoints, or states: agreed in one small reduction at each.
 
     The clocks of ranks differ, so none decides by its own.  At an agreed step
     each rank says whether it is time, whether its disk is still at the one

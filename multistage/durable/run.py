@@ -376,7 +376,8 @@ class DurableRun:
         if unequal:
             self.states = states = VariedStates(chain.in_place, OrderedLayout)
             self.store.layout_at, self._adjoints.unequal = states.at, True
-            self._passed = Passed(self.store, self._every_s, self._clock, states.see)
+            every_s, clock, peers = self._every_s, self._clock, self._peers
+            self._passed = Passed(self.store, every_s, clock, states.see, peers)
         return Recorded(chain, self._adjoints, self._passed)
 
     def finish(self, adjoint: object) -> None:

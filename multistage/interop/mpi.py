@@ -80,11 +80,6 @@ def _facts_to_agree(
         )
     given = checked_here()
     if isinstance(given.costs, StageCosts):
-        if given.durable is not None:
-            raise ArgumentError(
-                "costs=StageCosts(...) does not go with durable= on several ranks, which would "
-                "write states at steps of their own; give Costs, or leave durable= out"
-            )
         assert given.n_steps is not None
         agreeing(given.costs, given.chain, given.n_steps)
     same = ("n_steps", "durable_every_s", "durable_label", "functionals")
@@ -600,7 +595,12 @@ class MPIReversal(Generic[State, Adjoint]):
                     f"state 0 takes {nbytes} bytes, its costs say input_bytes={costs.input_bytes}; "
                     "give the sizes as they are"
                 )
-            arguments = self._given(tiers=self._store, agreement=self._agreed, probed=self._probed)
+            arguments = self._given(
+                tiers=self._store,
+                agreement=self._agreed,
+                durable=self._durable,
+                probed=self._probed,
+            )
             return Sweeps(arguments, self._progress)
 
         return self._ranks.agreed(made)

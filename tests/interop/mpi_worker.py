@@ -164,6 +164,35 @@ def killed(comm: Any, folder: Path) -> Any:
         return run.reverse(wave.seed), forward_steps
 
 
+def killed_unequal(comm: Any, folder: Path) -> Any:
+    """Die four times on one rank or the other, of steps that differ; tell whether it is exact."""
+    rank = comm.Get_rank()
+    part = Part(7, rank, comm, 30, most=60 * (1 + 9 * rank))
+    exact = part.store_all()
+    part.ran.clear()
+
+    def die(sweep: str, i: int) -> None:
+        for k, at in enumerate([("step", 9), ("step", 22), ("back", 24), ("back", 8)]):
+            death = folder / f"died {k}"
+            if (sweep, i) == at and rank == k % 2 and not death.exists():
+                death.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def step(u: Any, i: int) -> Any:
+        die("step", i)
+        return part.step(u, i)
+
+    def adjoint_step(u: Any, adjoint: Any, i: int) -> Any:
+        die("back", i)
+        return part.adjoint_step(u, adjoint, i)
+
+    durable: dict[str, Any] = {"durable": folder.parent / "run", "durable_every_s": 0}
+    with MPIReversal(step, adjoint_step, costs=part.costs(), memory="3 slots", **durable) as run:
+        last = run.forward(part.start())
+        forward_steps = len(part.ran)
+        return run.reverse(np.ones_like(last)).tobytes() == exact, forward_steps
+
+
 def unequal(comm: Any, folder: Path) -> dict[str, Any]:
     """Steps that differ, by given costs and by a survey; the last rank's disk loses reads."""
     warnings.simplefilter("ignore", CheckpointWarning)
@@ -310,6 +339,7 @@ def main(case: str, parent: str) -> None:
         "gradients": gradients,
         "fails": fails,
         "killed": killed,
+        "killed_unequal": killed_unequal,
         "unequal": unequal,
         "dropin": dropin,
         "unknown": unknown,

@@ -169,6 +169,17 @@ def test_a_killed_rank_ends_all_and_the_same_command_resumes(tmp_path: Path) -> 
 
 
 @pytest.mark.long
+def test_killed_ranks_of_steps_that_differ_resume(tmp_path: Path) -> None:
+    for death in range(4):
+        done = launch(2, HERE / "mpi_worker.py", "killed_unequal", tmp_path)
+        assert done.returncode != 0 and "signal" in (done.stdout + done.stderr).lower()
+        assert (tmp_path / f"{death % 2}/died {death}").exists()
+        assert not list(tmp_path.glob("*/result"))
+    assert results(2, "killed_unequal", tmp_path) == 2 * [(True, 0)]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
 def test_example() -> None:
     done = launch(4, ROOT / "examples/wave_mpi.py", "--quick")
     assert done.returncode == 0, done.stderr

@@ -264,21 +264,76 @@ def test_a_larger_state_on_one_rank_ends_the_sweep_on_all(where: str) -> None:
         assert str(error).startswith("rank 1") and f"{where} " in str(error)
 
 
-@core
-def test_a_durable_run_takes_equal_steps(tmp_path: Path) -> None:
-    def refused(comm: Comm) -> None:
-        part = Part(0, comm.rank, comm, 3)
-        with pytest.raises(ArgumentError, match="does not go with durable= on several ranks"):
-            MPIReversal(
-                part.step,
-                part.adjoint_step,
-                costs=part.costs(),
-                comm=comm,
-                on_error="raise",
-                durable=tmp_path,
-            )
+class BrokenOff(Exception):
+    """What ends all ranks, where a real program is killed."""
 
-    succeed(run_ranks(2, refused))
+
+def durable(comm: Comm, seed: int, folder: Path, broken: tuple[str, int], **options: Any) -> Any:
+    """Run or resume steps that differ, or break off; return what is right, and the steps run."""
+    part = Part(seed, comm.rank, comm, 24)
+    expected, ran = part.store_all(), list[int]()
+
+    def step(u: Any, i: int) -> Any:
+        if run._durable.store._writer is not None:  # every state is on the disk before the next
+            run._durable.store.flush()
+        if ("step", i) == broken:
+            raise BrokenOff
+        ran.append(i)
+        return part.step(u, i)
+
+    def adjoint_step(u: Any, adjoint: Any, i: int) -> Any:
+        if ("adjoint_step", i) == broken:
+            raise BrokenOff
+        return part.adjoint_step(u, adjoint, i)
+
+    options |= {"durable": folder, "durable_every_s": 0, "on_error": "raise"}
+    run: Any
+    with MPIReversal(step, adjoint_step, costs=part.costs(), comm=comm, **options) as run:
+        last = run.forward(part.start())
+        return run.reverse(np.ones_like(last)).tobytes() == expected, ran
+
+
+@core
+@pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")
+@pytest.mark.parametrize("seed", range(6))
+def test_durable_steps_that_differ_resume_on_all_ranks(seed: int, tmp_path: Path) -> None:
+    """Broken off in both sweeps; in between one rank loses what it had, or some of it."""
+    draw, folder = random.Random(seed), tmp_path / "run"
+    size = draw.choice([2, 3])
+    memory = [draw.choice(["1 slot", "3 slots", "9 slots"]) for _ in range(size)]
+    checked, left = draw.random() < 0.5, 0
+
+    def work(comm: Comm, broken: tuple[str, int]) -> Any:
+        memories = {"memory": memory[comm.rank], "checked": checked}
+        return durable(comm, seed, folder, broken, **memories)
+
+    points = [("step", draw.randrange(24)) for _ in range(2)]
+    points += [("adjoint_step", draw.randrange(24)) for _ in range(3)]
+    for broken in points:
+        for each in run_ranks(size, partial(work, broken=broken)):
+            assert isinstance(each, BrokenOff) or each[0], each  # it had come further before
+        if not folder.exists():
+            continue
+        lost = list((folder / f"rank-{draw.randrange(size):04d}").glob("[as][dt]*-*"))
+        for path in draw.sample(lost, draw.choice([0, 0, len(lost) // 2, len(lost)])):
+            path.unlink()
+        left += len(lost)
+    found = succeed(run_ranks(size, partial(work, broken=("", 0))))
+    assert all(right for right, _ in found) and all(ran == found[0][1] for _, ran in found)
+    assert left and not folder.exists()
+
+
+@core
+def test_ranks_write_the_same_of_the_states_that_they_pass(tmp_path: Path) -> None:
+    """Whatever their clocks say; else they would have none in common."""
+
+    def work(comm: Comm, broken: tuple[str, int]) -> Any:
+        return durable(comm, 5, tmp_path / "run", broken, memory="99 slots")
+
+    for each in run_ranks(2, partial(work, broken=("step", 15))):
+        assert isinstance(each, BrokenOff), each
+    for right, ran in succeed(run_ranks(2, partial(work, broken=("", 0)))):
+        assert right and ran == list(range(15, 24))
 
 
 def test_a_plan_for_all_ranks_fits_each_of_them() -> None:
