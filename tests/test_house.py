@@ -162,11 +162,11 @@ BARS = {
     "getattr_of_stores": 0,
     "package_lines": 61_399,
     "classes": 476,
-    "functions": 3894,
+    "functions": 3896,
     "files_under_60": 4,
     "import_lines": 3505,
     "twins": 0,
-    "test_lines": 56_726,
+    "test_lines": 56_728,
 }
 
 

@@ -102,6 +102,8 @@ def main(case: str, folder: Path) -> None:
     assert f"MPI started {comm.Get_size()} ranks" in said and "give comm=" in said, said
     said = told(lambda: enable(tape, memory="0 slots" if last else "4 slots", comm=comm))
     assert said.startswith(f"BudgetError: rank {comm.Get_size() - 1}: "), said
+    said = told(lambda: enable(tape, memory="4 slots", history=1 + last, comm=comm))
+    assert "disagree on history: 1 on rank 0" in said, said
     options: dict[str, Any] = {"memory": "4 slots", "costs": COSTS, "comm": comm}
     said = told(taped(N - last, n_steps=N, **options).derivative)
     assert said.startswith(f"ArgumentError: rank {comm.Get_size() - 1}: {N - 1} timesteps"), said

@@ -200,7 +200,7 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         self._blocks = 0
         self._seeds: dict[BlockVariable, object] = {}
         self._held: frozenset[BlockVariable] = frozenset()  # controls that steps make
-        self._agreed(lambda: self._arguments(costs))  # what breaks a rule is refused now
+        self._require_alike(costs)
         tape.latest_checkpoint = 0  # a variable is saved at its first use in each step
         tape.get_blocks().append_step()
 
@@ -360,6 +360,18 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
     def _agreed(self, work: Callable[[], T]) -> T:
         """Do this rank's part of something; raise on all ranks what one of them raised."""
         return work() if self._ranks is None else self._ranks.agreed(work)
+
+    def _require_alike(self, costs: Costs | None) -> None:
+        """Raise for arguments that break a rule, or by which ranks would push other states."""
+
+        def facts() -> dict[str, object]:
+            self._arguments(costs)
+            return {"n_steps": self._n, "history": self._history}
+
+        if self._ranks is None:
+            facts()
+        else:
+            self._ranks.same(self._ranks.gather(facts), "give every rank the same")
 
     def _pass(self, step: int, *, last: bool = False) -> None:
         """Push the states that are complete when a timestep has been taped."""
