@@ -1,23 +1,28 @@
 """`multistage.jax.scan` beside JAX's own ways: CPU time of a step and peak memory.
 
 Two loops: a GRU on 16 characters (states of 8 KiB), and a wave on 512 x 512 points (states of
-2 MiB).  Every run is a process of its own, its gradient compared with that of
-`jax.lax.scan` under `jax.checkpoint`, in blocks of about the root of the number of steps
-(`sqrt`); `eager` is `multistage.jax.scan` outside of `jit`, `plain` is `jax.lax.scan`, which keeps
-all residuals, and `equinox` its
-checkpointed loop with the same memory, where it is installed.  Time is that of the processor, the
-threads of the tier included, and the least of some runs; memory is the most that a run holds
-beyond what the process held before it, over the budget.
+2 MiB).  `ours` is `multistage.jax.scan` inside of `jit`, `eager` outside of it; `sqrt` is
+`jax.lax.scan` under `jax.checkpoint`, in blocks of about the root of the number of steps, `plain`
+without, which keeps all residuals, and `equinox` its checkpointed loop with the same memory, where
+it is installed.
+
+Every method has several processes of its own, which take turns with those of the others, all in
+one environment and with the same flags of XLA; each runs its program some times, and its gradient
+is compared with that of `sqrt`.  Time is that of the processor, all threads included, and the
+least of all runs; what ours needs to learn the costs of a loop, its first run, is left out, as is
+the compilation of all.  Memory is the most that any run holds beyond what the process held before
+it, the first run included, over the budget.
 
 Beside these a solve of diffrax with `MultistageAdjoint`, over `RecursiveCheckpointAdjoint`; a step
 of training with Adam, jitted and its arguments donated, over the same with `jax.lax.scan`; how
 often a program is traced for each of five lengths; and what the thread that runs a program needs
 to save 8 KiB, by a loop that saves before each step and one that does not.
 
-    python -m benchmarks.jax_scan [--quick] [--long] [--json FILE] [--plot FILE]
+    python -m benchmarks.jax_scan [--quick] [--only PART ...] [--long] [--json FILE] [--plot FILE]
 
-`--long` compares 10^4 steps of the GRU with 10^6.  Of the memory of more steps, ys and their
-gradients, 8 bytes a step, are left out.
+`growth` compares longer loops with shorter ones, by the first run of a process each; with `--long`,
+10^6 steps of the GRU with 10^4.  Of the memory of more steps, ys and their gradients, 8 bytes a
+step, are left out.
 """
 
 from __future__ import annotations
@@ -25,9 +30,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from benchmarks._common import child, finish, held_kib, options, reset_peak
@@ -35,13 +42,29 @@ from benchmarks._common import child, finish, held_kib, options, reset_peak
 BUDGETS = {"gru": 12 << 20, "wave": 48 << 20}
 STEPS = {"gru": (10_000, 100_000), "wave": (8_000, 16_000)}
 QUICK_STEPS = {"gru": (2_000, 10_000), "wave": (200, 800)}
+TITLES = {"gru": "GRU, states of 8 KiB", "wave": "wave, states of 2 MiB"}
+LABELS = {
+    "sqrt": "scan, √n checkpoint",
+    "ours": "multistage, in jit",
+    "eager": "multistage, outside of jit",
+    "equinox": "equinox, same limit",
+    "plain": "scan, all residuals",
+}
 METHODS = ("sqrt", "ours", "eager", "equinox", "plain")
-REPEATS = 3
+PARTS = ("gru", "wave", "growth", "others")
+PROCESSES = {"gru": 3, "wave": 2, "growth": 3, "others": 3}  # of a method
+RUNS = {"gru": 3, "wave": 1, "solve": 3, "train": 3}  # of a process, its first left out
 LONG_STEPS = 1_000_000
 SOLVE_STEPS, QUICK_SOLVE_STEPS = 10_000, 1_000
 LENGTHS = (100, 200, 300, 400, 500)
-# Large blocks go back to the system: XLA allocates its memory by whatever thread runs a program.
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+# What XLA allocates for a program goes back to the system, whatever thread ran it, or peaks would
+# depend on that.  The 128 KiB that a product of matrices takes must not: that doubles the time of
+# a step in runs that have them at the end of the heap, which differs from run to run.
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 19),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 26),
+    "OMP_NUM_THREADS": "1",
+}
 YS = 8  # bytes of a step's y and its gradient
 MOST_PLAIN = {"gru": 10_000, "wave": 0}  # steps whose residuals fit
 SAVES, SAVE_ROUNDS = 200, 300  # states of 8 KiB that fit in the buffers of a tier
@@ -139,36 +162,44 @@ def loss(method: str, name: str, steps: int, folder: str) -> tuple[Callable[...,
     return found, parameters
 
 
+def timed(run: Callable[[], Any], runs: int, steps: int) -> tuple[Any, list[float]]:
+    """Return what the last run gives, and the microseconds of the processor a step of each."""
+    jax: Any = importlib.import_module("jax")
+    found, us = None, []
+    for _ in range(runs):
+        began = time.process_time()
+        found = jax.block_until_ready(run())
+        us.append(1e6 * (time.process_time() - began) / steps)
+    return found, us
+
+
 def measured(task: dict[str, Any]) -> dict[str, Any]:
-    """Run one method; return microseconds a step, bytes, compilations, and sums of the gradient."""
+    """Run one method; return microseconds a step, bytes, and sums of the gradient."""
     jax: Any = importlib.import_module("jax")
     import multistage.jax as mjax
 
     # Or XLA may free what a program worked in only when the next one has begun.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     with tempfile.TemporaryDirectory(prefix="jax-scan-", dir=".") as folder:
-        steps = task["steps"]
-        function, parameters = loss(task["method"], task["problem"], steps, folder)
+        steps, method = task["steps"], task["method"]
+        function, parameters = loss(method, task["problem"], steps, folder)
         run = jax.value_and_grad(function)
-        compiled = jax.jit(run).lower(parameters).compile() if task["method"] != "eager" else run
+        compiled = run if method == "eager" else jax.jit(run).lower(parameters).compile()
         few, _ = loss("plain", task["problem"], 4, folder)
         jax.block_until_ready(jax.jit(jax.grad(few))(parameters))  # what any program takes
-        if task["method"] == "eager":
+        if method == "eager":
             jax.block_until_ready(run(parameters))  # compiles, as was done for the others
         held = held_kib("VmRSS")
         reset_peak()
-        seconds = []
-        for _ in range(REPEATS):
-            began = time.process_time()
-            value, gradient = jax.block_until_ready(compiled(parameters))
-            seconds.append(time.process_time() - began)
+        learns = method == "ours" and not task["first"]
+        found, us = timed(lambda: compiled(parameters), task["runs"] + learns, steps)
+        value, gradient = found
         return {
-            "us_per_step": 1e6 * min(seconds) / steps,
-            "mean_us_per_step": 1e6 * sum(seconds[1:]) / (REPEATS - 1) / steps,
+            "us_per_step": us[learns:],
             "peak_bytes": 1024 * (held_kib("VmHWM") - held),
             "loss": float(value),
             "gradient": [float(abs(leaf).sum()) for leaf in jax.tree.leaves(gradient)],
-            "report": str(mjax.last_report()) if task["method"] in ("ours", "eager") else "",
+            "report": str(mjax.last_report()) if method in ("ours", "eager") else "",
         }
 
 
@@ -206,13 +237,9 @@ def solved(task: dict[str, Any]) -> dict[str, Any]:
             ).sum()
 
         run = jax.jit(jax.value_and_grad(loss))
-        seconds = []
-        for _ in range(REPEATS + 1):
-            began = time.process_time()
-            value, gradient = jax.block_until_ready(run(weights))
-            seconds.append(time.process_time() - began)
+        (value, gradient), us = timed(lambda: run(weights), 1 + RUNS["solve"], steps)
     return {
-        "us_per_step": 1e6 * min(seconds[1:]) / steps,
+        "us_per_step": us[1:],
         "loss": float(value),
         "gradient": [float(abs(gradient).sum())],
     }
@@ -233,13 +260,14 @@ def trained(task: dict[str, Any]) -> dict[str, Any]:
             return optax.apply_updates(p, updates), state, value
 
         run = jax.jit(train, donate_argnums=(0, 1))
-        state, seconds = optimiser.init(parameters), []
-        for _ in range(REPEATS + 1):
-            began = time.process_time()
-            parameters, state, value = jax.block_until_ready(run(parameters, state))
-            seconds.append(time.process_time() - began)
-    us = 1e6 * min(seconds[1:]) / task["steps"]
-    return {"us_per_step": us, "loss": float(value), "gradient": []}
+        made = [(parameters, optimiser.init(parameters), None)]
+
+        def step() -> Any:
+            made[:] = [run(*made[0][:2])]
+            return made[0]
+
+        (*_, value), us = timed(step, 1 + RUNS["train"], task["steps"])
+    return {"us_per_step": us[1:], "loss": float(value), "gradient": []}
 
 
 def of_calls(_task: dict[str, Any]) -> dict[str, Any]:
@@ -307,32 +335,23 @@ def of_saves(_task: dict[str, Any]) -> dict[str, Any]:
 CHILDREN = {"solve": solved, "train": trained, "calls": of_calls, "saves": of_saves}
 
 
-def others(steps: int, left_out: list[str]) -> tuple[dict[str, Any], dict[str, float]]:
-    """Return samples and ratios of what is not a loop alone."""
-    samples: dict[str, Any] = {}
-    ratios: dict[str, float] = {}
-    for what, package, name, methods in (
-        ("solve", "diffrax", "diffrax_over_recursive", ("ours", "recursive")),
-        ("train", "optax", "training_step_over_scan", ("ours", "plain")),
-    ):
-        if not importlib.util.find_spec(package):
-            left_out.append(f"{what}: {package} is not installed")
-            continue
-        found = samples[what] = {
-            method: child(
-                "benchmarks.jax_scan",
-                {"problem": what, "method": method, "steps": steps},
-                ENVIRONMENT,
-            )
-            for method in methods
-        }
-        ours, other = (found[method] for method in methods)
-        assert close(ours, other), f"{what}: another gradient"
-        ratios[name] = ours["us_per_step"] / other["us_per_step"]
-    for what in ("calls", "saves"):
-        samples[what] = child("benchmarks.jax_scan", {"problem": what}, ENVIRONMENT)
-        ratios |= samples[what]
-    return samples, ratios
+def in_turn(tasks: dict[str, dict[str, Any]], processes: int) -> dict[str, list[dict[str, Any]]]:
+    """Return the samples of some tasks, of fresh processes that take turns."""
+    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
+    for _ in range(processes):
+        for name, task in tasks.items():
+            samples[name].append(child("benchmarks.jax_scan", task, ENVIRONMENT))
+    return samples
+
+
+def least_us(samples: list[dict[str, Any]]) -> float:
+    """Return the microseconds a step of the fastest run."""
+    return float(min(us for sample in samples for us in sample["us_per_step"]))
+
+
+def most_bytes(samples: list[dict[str, Any]]) -> int:
+    """Return the highest peak."""
+    return int(max(sample["peak_bytes"] for sample in samples))
 
 
 def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -341,47 +360,140 @@ def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(abs(a - b) <= 2e-3 * abs(b) for a, b in pairs)
 
 
+def require_close(found: dict[str, list[dict[str, Any]]], method: str) -> None:
+    """Raise AssertionError for a gradient that is not that of a method."""
+    for name, samples in found.items():
+        for sample in samples:
+            assert close(sample, found[method][0]), f"{name} has another gradient than {method}"
+
+
+def loops(
+    name: str, quick: bool, left_out: list[str]
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, float]]:
+    """Return samples and ratios of all methods for a loop."""
+    steps = (QUICK_STEPS if quick else STEPS)[name][0]
+    if not importlib.util.find_spec("equinox"):
+        left_out.append(f"{name} by equinox: it is not installed")
+    tasks = {
+        method: {
+            "method": method, "problem": name, "steps": steps, "runs": RUNS[name], "first": False
+        }
+        for method in METHODS
+        if (method != "equinox" or importlib.util.find_spec("equinox"))
+        and (method != "plain" or steps <= MOST_PLAIN[name])
+    }  # fmt: skip
+    found = in_turn(tasks, 1 if quick else PROCESSES[name])
+    require_close(found, "sqrt")
+    us = {method: least_us(samples) for method, samples in found.items()}
+    ratios: dict[str, float] = {}
+    for method in us.keys() - {"ours", "eager"}:
+        ratios[f"{name}_over_{method}"] = us["ours"] / us[method]
+        ratios[f"{name}_eager_over_{method}"] = us["eager"] / us[method]
+    for method, prefix in (("ours", ""), ("eager", "_eager"), ("sqrt", "_sqrt")):
+        peak = most_bytes(found[method])
+        ratios[f"{name}{prefix}_peak_over_budget"] = peak / BUDGETS[name]
+    return found, dict(sorted(ratios.items()))
+
+
+def growth(quick: bool, long: bool) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return samples and ratios of longer loops and shorter ones."""
+    samples: dict[str, Any] = {}
+    ratios: dict[str, float] = {}
+    for name, (few, many) in (QUICK_STEPS if quick else STEPS).items():
+        many = LONG_STEPS if long and name == "gru" else many
+        task = {"method": "ours", "problem": name, "runs": 1, "first": True}
+        shorter = in_turn({"shorter": task | {"steps": few}}, 1 if quick else PROCESSES["growth"])
+        found = shorter | in_turn({"longer": task | {"steps": many}}, 1)
+        samples[name] = found
+        us = {
+            which: statistics.mean(one["us_per_step"][0] for one in some)
+            for which, some in found.items()
+        }
+        ratios[f"{name}_time_growth"] = us["longer"] / us["shorter"]
+        longer_bytes = most_bytes(found["longer"]) - YS * (many - few)
+        ratios[f"{name}_peak_growth"] = longer_bytes / most_bytes(found["shorter"])
+    return samples, ratios
+
+
+def others(quick: bool, left_out: list[str]) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return samples and ratios of what is not a loop alone."""
+    samples: dict[str, Any] = {}
+    ratios: dict[str, float] = {}
+    steps = QUICK_SOLVE_STEPS if quick else SOLVE_STEPS
+    for what, package, name, methods in (
+        ("solve", "diffrax", "diffrax_over_recursive", ("ours", "recursive")),
+        ("train", "optax", "training_step_over_scan", ("ours", "plain")),
+    ):
+        if not importlib.util.find_spec(package):
+            left_out.append(f"{what}: {package} is not installed")
+            continue
+        tasks = {each: {"problem": what, "method": each, "steps": steps} for each in methods}
+        found = samples[what] = in_turn(tasks, 1 if quick else PROCESSES["others"])
+        require_close(found, methods[1])
+        us, other_us = (least_us(found[method]) for method in methods)
+        ratios[name] = us / other_us
+    for what in ("calls", "saves"):
+        samples[what] = child("benchmarks.jax_scan", {"problem": what}, ENVIRONMENT)
+        ratios |= samples[what]
+    return samples, ratios
+
+
+def _plot(samples: dict[str, Any], steps: dict[str, int], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    names = [name for name in BUDGETS if name in samples]
+    if not names:
+        return
+    figure = Figure(figsize=(4.5 * len(names), 3.8), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        found = samples[name]
+        mebi = {method: most_bytes(some) / 2**20 for method, some in found.items()}
+        for k, method in enumerate(METHODS):
+            if method not in found:
+                continue
+            us, is_ours = least_us(found[method]), method in ("ours", "eager")
+            axes.plot(
+                mebi[method], us, "o" if is_ours else "s", color=f"C{k}", label=LABELS[method]
+            )
+        axes.axvline(BUDGETS[name] / 2**20, color="0.6", lw=1, ls="--", label="limit")
+        axes.set(
+            title=f"{TITLES[name]}, {steps[name]:,} steps",
+            xlabel="peak memory, MiB",
+            ylabel="processor time of a step, µs",
+        )
+        axes.set_xlim(min(*mebi.values(), BUDGETS[name] / 2**20) / 2, 2 * max(mebi.values()))
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(0, 1.15 * max(map(least_us, found.values())))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
 def main() -> None:
     """Measure all, print the ratios."""
     parser = options(__doc__)
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--long", action="store_true", help="10^6 steps of the GRU")
+    parser.add_argument("--long", action="store_true", help="growth to 10^6 steps of the GRU")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some parts of it")
     args = parser.parse_args()
     if args.child:
         task = json.loads(args.child)
         print(json.dumps(CHILDREN.get(task["problem"], measured)(task)))
         return
-    left_out = [] if importlib.util.find_spec("equinox") else ["equinox: it is not installed"]
-    methods = [each for each in METHODS if each != "equinox" or not left_out]
+    left_out: list[str] = []
     samples: dict[str, Any] = {}
     ratios: dict[str, float] = {}
-    for name, (few, many) in (QUICK_STEPS if args.quick else STEPS).items():
-        many = LONG_STEPS if args.long and name == "gru" else many
-        found: dict[str, Any] = {}
-        for method in methods:
-            if method == "plain" and few > MOST_PLAIN[name]:
-                continue
-            task = {"method": method, "problem": name, "steps": few}
-            found[method] = child("benchmarks.jax_scan", task, ENVIRONMENT)
-            assert close(found[method], found["sqrt"]), f"{name}: {method} has another gradient"
-        task = {"method": "ours", "problem": name, "steps": many}
-        found["longer"] = child("benchmarks.jax_scan", task, ENVIRONMENT)
-        samples[name], ours = found, found["ours"]
-        for method in methods:
-            if method not in ("ours", "eager") and method in found:
-                other = found[method]["us_per_step"]
-                ratios[f"{name}_over_{method}"] = ours["us_per_step"] / other
-                ratios[f"{name}_eager_over_{method}"] = found["eager"]["us_per_step"] / other
-        ratios[f"{name}_peak_over_budget"] = ours["peak_bytes"] / BUDGETS[name]
-        ratios[f"{name}_eager_peak_over_budget"] = found["eager"]["peak_bytes"] / BUDGETS[name]
-        ratios[f"{name}_sqrt_peak_over_budget"] = found["sqrt"]["peak_bytes"] / BUDGETS[name]
-        us, longer_us = (found[which]["mean_us_per_step"] for which in ("ours", "longer"))
-        ratios[f"{name}_time_growth"] = longer_us / us
-        longer_bytes = found["longer"]["peak_bytes"] - YS * (many - few)
-        ratios[f"{name}_peak_growth"] = longer_bytes / ours["peak_bytes"]
-    more, more_ratios = others(QUICK_SOLVE_STEPS if args.quick else SOLVE_STEPS, left_out)
-    samples |= more
-    ratios |= more_ratios
+    for part in args.only:
+        if part == "growth":
+            samples[part], more = growth(args.quick, args.long)
+        elif part == "others":
+            samples[part], more = others(args.quick, left_out)
+        else:
+            samples[part], more = loops(part, args.quick, left_out)
+        ratios |= more
+    if args.plot:
+        steps = {name: few for name, (few, _) in (QUICK_STEPS if args.quick else STEPS).items()}
+        _plot(samples, steps, args.plot)
     finish(args, "jax_scan", samples, ratios, left_out)
 
 
