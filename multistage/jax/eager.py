@@ -200,7 +200,7 @@ class _Program:
 
         self.front: Callable[..., Any] = jax.jit(front, donate_argnums=3)
         self.again: Callable[..., Any] = jax.jit(again)
-        self.turn: Callable[..., Any] = jax.jit(turn, donate_argnums=5)
+        self.turn: Callable[..., Any] = jax.jit(turn, donate_argnums=(4, 5))
 
     @cached_property
     def pullback(self) -> Pullback:
@@ -332,7 +332,7 @@ class _Blocks:
         # What programs make is committed to a device if anything is that they are given.
         placed = [a.sharding for a in (*consts, *first, *xs) if a.committed]
         place = next((one for one in placed if len(one.device_set) == 1), None)
-        self._placed: Callable[[Any], Any] = partial(jax.device_put, device=place)
+        self._placed: Callable[..., Any] = partial(jax.device_put, device=place)
         self.first: Arrays = self._placed(first)
         self._most = program.loop.steps
         self.n = None if program.asks else self._most
@@ -395,8 +395,8 @@ class _Blocks:
             given_y = tuple(jnp.pad(a, more + [(0, 0)] * (a.ndim - 1)) for a in given_y)
         zeros = (tuple(map(jnp.zeros_like, varying(a))) for a in (self._consts, self._xs))
         self._given_y = given_y
-        made = *zeros, self._program.pullback.blank(self._every)
-        adjoint, self._made = self._placed((adjoint, made))
+        self._made = self._placed((*zeros, self._program.pullback.blank(self._every)))
+        adjoint = self._placed(adjoint, may_alias=False)  # the caller's; programs take it over
         self._program.again(self._consts, self._xs, self.first, *_NO_STEPS)  # as in `compile`
         return self._turned(self.first, adjoint, *_NO_STEPS)
 
