@@ -257,3 +257,17 @@ def test_every_output_of_a_repeated_chunk_is_compared(unequal: bool) -> None:
     ).loss
     with pytest.raises(StateError, match="returned other numbers at steps"):
         loss.backward()
+
+
+@pytest.mark.parametrize("memory", ["4 KiB", "10 MiB"])
+@pytest.mark.parametrize("unequal", [False, True])
+def test_a_draw_that_a_cache_keeps_is_found_out(memory: str, unequal: bool) -> None:
+    weight = torch.ones(WIDTH, requires_grad=True)
+    noise = functools.lru_cache(lambda: torch.randn(WIDTH))
+
+    def cell(h: Tensor, x: Tensor) -> Tensor:  # only its first run draws twice
+        return nn.functional.dropout(torch.tanh(h * weight + x) + noise())
+
+    x = torch.randn(STEPS, 2, WIDTH)
+    with pytest.raises(StateError, match="returned other numbers when its first step"):
+        mst.unroll(cell, x[0], x, memory=memory, unequal=unequal).state.sum().backward()

@@ -225,6 +225,8 @@ class Survey:
             after = self._number_of(look.after_spec, look.after, wants)
             last = not self.equal or after == before or t + 1 == self.inputs.steps
             graded = last and look.graded()
+            if not last and any(kind.draws):  # what it remembers may be a draw, as of a cache
+                look.require_repeats()
         except _MISFITS as error:
             refused = isinstance(error, (StateError, ArgumentError, torch.OutOfMemoryError))
             if t == 0 or self.equal or refused:
@@ -461,38 +463,42 @@ class _Look:
         """
         if torch.is_inference_mode_enabled():
             return False
-        cell, check = self._cell, self._survey.check
-
-        def step(state: Sequence[Tensor], wants: Sequence[bool] | None) -> int | None:
-            given = [t.detach() for t in state]
-            if wants is not None:
-                given = [t.requires_grad_(w) for t, w in zip(given, wants, strict=True)]
-            try:
-                with self._untouched(), torch.set_grad_enabled(wants is not None):
-                    result = cell.call(pytree.tree_unflatten(given, self._spec), self._x([]))
-            except Exception:  # whatever follows from a gradient that is not required
-                if wants is None and torch.is_grad_enabled():
-                    return None
-                raise
-            return checksum([t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)])
-
-        if cell.is_compiled() or self._hooked:  # which state 0 has from the forward sweep on
+        if self._cell.is_compiled() or self._hooked:  # which state 0 has from the forward sweep on
             return True
-        seen = checksum([*self.after, *self._ys])
-        if step(self._leaves, None) != seen:
-            wants = [leaf.requires_grad for leaf in self._leaves]
-            if check != "off" and step(self._leaves, wants) != seen:
-                complain(
-                    check,
-                    f"{cell.name} returned other numbers when its first step was run again: it "
-                    "must depend on its state, inputs, parameters and buffers alone; return what "
-                    "it remembers in the state, and choose deterministic operators "
-                    "(torch.use_deterministic_algorithms)",
-                )
+        if self._again(self._leaves, None) != checksum([*self.after, *self._ys]):
+            self.require_repeats()
             return True
         if [kind_of(t) for t in self.after] != [kind_of(t) for t in self._leaves]:
             return False
-        return step(self.after, None) != step(self.after, self.wants)
+        return self._again(self.after, None) != self._again(self.after, self.wants)
+
+    def require_repeats(self) -> None:
+        """Complain of a step that returns other numbers when it is run again."""
+        if self._survey.check == "off" or torch.is_inference_mode_enabled():
+            return
+        wants = [leaf.requires_grad for leaf in self._leaves]
+        if self._again(self._leaves, wants) != checksum([*self.after, *self._ys]):
+            complain(
+                self._survey.check,
+                f"{self._cell.name} returned other numbers when its first step was run again: it "
+                "must depend on its state, inputs, parameters and buffers alone; return what "
+                "it remembers in the state, and choose deterministic operators "
+                "(torch.use_deterministic_algorithms)",
+            )
+
+    def _again(self, state: Sequence[Tensor], wants: Sequence[bool] | None) -> int | None:
+        """Return a checksum of what the step returns from a state; without a graph for None."""
+        given = [t.detach() for t in state]
+        if wants is not None:
+            given = [t.requires_grad_(w) for t, w in zip(given, wants, strict=True)]
+        try:
+            with self._untouched(), torch.set_grad_enabled(wants is not None):
+                result = self._cell.call(pytree.tree_unflatten(given, self._spec), self._x([]))
+        except Exception:  # whatever follows from a gradient that is not required
+            if wants is None and torch.is_grad_enabled():
+                return None
+            raise
+        return checksum([t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)])
 
     @contextlib.contextmanager
     def _no_backward(self, parameters: Sequence[Tensor]) -> Iterator[None]:
