@@ -162,11 +162,11 @@ BARS = {
     "getattr_of_stores": 0,
     "package_lines": 61_404,
     "classes": 476,
-    "functions": 3897,
+    "functions": 3900,
     "files_under_60": 4,
-    "import_lines": 3505,
+    "import_lines": 3506,
     "twins": 0,
-    "test_lines": 56_742,
+    "test_lines": 56827,
 }
 
 

@@ -19,6 +19,7 @@ tapes = pytest.importorskip("tapes")
 
 from leaks import no_leak as no_leak  # noqa: E402
 
+from multistage import testing  # noqa: E402
 from multistage.backends.memory import MemoryStore  # noqa: E402
 from multistage.backends.testing import FaultyStore  # noqa: E402
 from multistage.errors import ArgumentError, BudgetError, StateError  # noqa: E402
@@ -496,6 +497,22 @@ def test_a_functional_that_is_an_array() -> None:
         np.testing.assert_array_equal(ours([tapes.wave(phase)]), alone([tapes.wave(phase)]))
 
 
+@pytest.mark.parametrize("tiers", [None, "memory:"])
+def test_the_tangent_of_an_array_is_asked_for_first(tiers: str | None) -> None:
+    def model(steps: Any) -> Any:
+        u = m = tapes.wave(0)
+        for _ in steps:
+            u = tapes.stepped(u)
+        return u, [m]
+
+    alone, _ = tapes.reduced(model, N)
+    ours, _ = tapes.reduced(model, N, enabled(n_steps=N, memory="3 slots", tiers=tiers))
+    for phase in (0.2, 0.6):
+        direction = [tapes.wave(phase + 1)]
+        np.testing.assert_array_equal(ours.tlm(direction), alone.tlm(direction))
+        np.testing.assert_array_equal(ours([tapes.wave(phase)]), alone([tapes.wave(phase)]))
+
+
 class Total(pyadjoint.Block):  # type: ignore[misc]
     """An array of one element: a tenth of the mean; or, of two arrays, their product."""
 
@@ -600,6 +617,74 @@ def test_arrays_keep_the_order_of_their_memory_in_stores() -> None:
         functional([tapes.vector(np.random.default_rng(4).random((130, 70)))])
         found.append(np.asarray(functional.derivative()[0]).tobytes())
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtypes", [(float,), (np.float32,), (np.float32, float)])
+@pytest.mark.parametrize("tiers", [None, "memory:"])
+def test_tangents_of_another_precision_than_the_states(dtypes: Any, tiers: str | None) -> None:
+    class Single(tapes.Product):  # type: ignore[misc]
+        def recompute_component(self, inputs: Any, *_: Any) -> Any:
+            return tapes.vector(self.value(inputs).astype(np.float32))
+
+        def evaluate_tlm_component(self, inputs: Any, tangents: Any, *_: Any) -> Any:
+            x, t = (tapes.plain(each[0]) for each in (inputs, tangents))
+            return 2 * np.float32(self.c) * x * t + np.float32(0.1) * np.roll(t, 1)
+
+    def model(steps: Any) -> Any:
+        u = m = tapes.vector(tapes.wave(0).astype(np.float32))
+        for _ in steps:
+            u = tapes.run(Single(0.7, u, square=True))
+        return tapes.run(tapes.Energy(u)), [m]
+
+    found = []
+    for setup in (None, enabled(n_steps=N, memory="3 slots", tiers=tiers)):
+        functional, _ = tapes.reduced(model, N, setup)
+        given = []
+        for dtype in dtypes:
+            direction = [tapes.vector(tapes.wave(1).astype(dtype))]
+            given += [functional.tlm(direction), functional.derivative()[0]]
+            given += functional.hessian(direction)
+        found.append([np.asarray(each).tobytes() for each in given])
+    assert found[0] == found[1]
+
+
+def test_taylor_and_the_dot_product_of_a_tape() -> None:
+    def sums(steps: Any) -> Any:
+        x = m = pyadjoint.AdjFloat(0.5)
+        for _ in steps:
+            x = 0.9 * x + 0.1 * x * x
+        return x * x, [m]
+
+    reduced, _ = tapes.reduced(sums, N, enabled(n_steps=N, memory="3 slots"))
+
+    def functional(m: float) -> Any:
+        return reduced([pyadjoint.AdjFloat(m)])
+
+    functional(0.4)
+    (gradient,), (product,) = reduced.derivative(), reduced.hessian([pyadjoint.AdjFloat(1.5)])
+    assert testing.taylor(functional, 0.4, gradient, 1.5).order > 1.95
+    found = testing.taylor(functional, 0.4, gradient, 1.5, hessian=product, size=0.01)
+    assert found.order > 2.95, found
+
+    def arrays(steps: Any) -> Any:
+        u = m = tapes.wave(0)
+        for _ in steps:
+            u = tapes.stepped(u)
+        return u, [m]
+
+    reduced, _ = tapes.reduced(arrays, N, enabled(n_steps=N, memory="4 slots"))
+    tape, (control,) = reduced.tape, reduced.controls
+
+    def adjoint(w: Any) -> Any:
+        tape.reset_variables(("adjoint",))
+        reduced.functional.block_variable.adj_value = w
+        with tape.marked_control_dependents([control]), pyadjoint.stop_annotating():
+            tape.evaluate_adj(markings=True)
+        return tapes.plain(control.block_variable.adj_value)
+
+    like = np.zeros(tapes.SIZE)
+    test = testing.dot_product(lambda v: reduced.tlm([tapes.vector(v)]), adjoint, like, like)
+    assert test.error < 1e-14 and test.left, test
 
 
 def test_a_cleared_tape_is_enabled_again() -> None:

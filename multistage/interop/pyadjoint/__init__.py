@@ -193,6 +193,7 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         self._last_s = time.perf_counter()
         # Later:
         self._kinds: list[Kind] = []  # of the arrays of states without tangents
+        self._tangents: tuple[frozenset[Kind], list[Kind]] | None = None  # of directions, with them
         self._layout: TapeLayout | None = None
         self._run: Sweeps[State, object] | MPIReversal[State, object] | None = None
         self._is_tangent = self._is_online = False  # of the run
@@ -462,7 +463,9 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         """Return what runs sweeps, with tangents or without."""
         costs, known = self._costs[tangent], self._costs[False]
         if costs is None:
-            costs = self._agreed(self._measured) if known is None else _with_tangents(known)
+            assert self._layout is not None
+            size = self._layout.nbytes
+            costs = self._agreed(self._measured) if known is None else _with_tangents(known, size)
             self._costs[tangent] = costs
         if self._ranks is None:
             return Sweeps(self._arguments(costs), self._progress)
@@ -491,15 +494,42 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
         self._ready = False
         run = self._run
         assert run is not None and self._layout is not None
-        if self._is_online or tangent != self._is_tangent:
+        self._steps.tangent = tangent
+        is_new = tangent and self._learn_tangents()
+        if self._is_online or is_new or tangent != self._is_tangent:
             run.let_go()
             self._is_tangent, self._is_online = tangent, False
-            self._layout = TapeLayout.for_kinds(self._kinds * (1 + tangent))
+            kinds = self._tangents[1] if tangent and self._tangents else self._kinds
+            self._layout = TapeLayout.for_kinds(kinds)
             run = self._run = self._made(tangent=tangent)
-        self._steps.tangent = tangent
         with stop_annotating():
             run.forward(State(0, {}, {}))
         self._ready = True
+
+    def _learn_tangents(self) -> bool:
+        """Run the first steps if directions are others; return whether states have other arrays.
+
+        Tangents may be of other dtypes than values are, as their blocks make them.
+        """
+        steps = self._steps
+        given = frozenset(State(0, {}, steps.directions).kinds())
+        seen, old = (None, None) if self._tangents is None else self._tangents
+        if self._any(seen != given):
+            kinds, state = Counter(self._kinds * 2), State(0, {}, {})
+            with self._aborting(), stop_annotating():
+                for t in range(min(self._history + 1, len(self._tape.timesteps))):
+                    state = steps.advance(state, t, t + 1)
+                    kinds |= Counter(state.kinds())
+            found = sorted(kinds.elements(), key=str)
+            self._tangents = given, found
+            if self._any(found != old):
+                self._costs[True] = None
+                return True
+        return False
+
+    def _any(self, here: bool) -> bool:
+        """Whether something holds on any rank."""
+        return here if self._ranks is None else any(self._ranks.gather(lambda: here))
 
     def _reverse(self, markings: bool) -> None:
         run = self._run
@@ -529,12 +559,13 @@ class TapeReversal(TapePackageData):  # type: ignore[misc]
                 variable.is_control = False
 
 
-def _with_tangents(costs: Costs) -> Costs:
-    """Return the costs of steps with tangents, until one was seen: states are twice as large."""
+def _with_tangents(costs: Costs, nbytes: int) -> Costs:
+    """Return the costs of steps with tangents, until one was seen: of states of so many bytes."""
+    larger = nbytes / costs.state_bytes if costs.state_bytes else 2.0
     tiers = tuple(
         replace(
-            tier.slower(2),
-            capacity_states=tier.capacity_states and tier.capacity_states // 2,
+            tier.slower(larger),
+            capacity_states=tier.capacity_states and int(tier.capacity_states / larger),
         )
         for tier in costs.tiers
     )
@@ -542,7 +573,7 @@ def _with_tangents(costs: Costs) -> Costs:
         costs,
         forward_step_s=_TANGENT * costs.forward_step_s,
         reverse_step_s=_TANGENT * costs.reverse_step_s,
-        state_bytes=2 * costs.state_bytes,
+        state_bytes=nbytes,
         tape_bytes=0,
         tiers=tiers,
     )

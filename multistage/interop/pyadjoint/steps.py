@@ -11,6 +11,7 @@ which holds a later one by then: no block is run before its inputs were looked a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from pyadjoint import Block, Tape
@@ -141,8 +142,17 @@ class Steps:
         for variable in variables:
             if variable not in self._resident and not isinstance(variable.output, float):
                 variable.checkpoint = None
-                if self.tangent and not variable.is_control:  # else perhaps just given
+                if not self.tangent or variable in self._ends:
+                    continue
+                if not variable.is_control:  # else perhaps just given
                     variable.reset_variables(("tlm",))
+
+    @cached_property
+    def _ends(self) -> frozenset[BlockVariable]:
+        """What nothing reads after the last step: perhaps an array whose tangent is asked for."""
+        last = len(self._tape.timesteps) - 1
+        read = {v for block in self._blocks(last) for v in block.get_dependencies()}
+        return frozenset(self._outputs(last)) - read
 
     def _restore(self, state: State) -> None:
         for variable, value in state.values.items():
