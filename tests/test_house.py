@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_404,
+    "package_lines": 61_436,
     "classes": 476,
-    "functions": 3900,
+    "functions": 3903,
     "files_under_60": 4,
-    "import_lines": 3506,
+    "import_lines": 3508,
     "twins": 0,
-    "test_lines": 56827,
+    "test_lines": 56_866,
 }
 
 

@@ -183,7 +183,7 @@ class PlainStream:
 
     def put(self, key: int, arrays: Sequence[Array], block: bool) -> bool:
         """Queue the write of one state; see `Store.put`."""
-        self._note()
+        self.note()
         offsets, nbytes = places([array.nbytes for array in arrays])
         kinds = [(a.shape, a.dtype, at) for a, at in zip(arrays, offsets, strict=True)]
         if sum(array.nbytes for array in arrays) > self._layout.nbytes:
@@ -195,7 +195,7 @@ class PlainStream:
             if not block:
                 return self._refused()
             self._writing[0].ended.wait()
-            self._note()
+            self.note()
         record = _Record(key, tuple(arrays), kinds, nbytes)
         if not self._room.fits(round_up(record.nbytes)):
             self._stats.refused_full += 1
@@ -220,7 +220,7 @@ class PlainStream:
         self._stats.refused += 1
         return False
 
-    def _note(self) -> None:
+    def note(self) -> None:
         """Take note of what the threads have ended, and free what was dropped."""
         while self._writing and self._writing[0].ended.is_set():
             record = self._writing.popleft()
@@ -255,7 +255,7 @@ class PlainStream:
         if record is None:
             return False
         record.ended.wait()
-        self._note()
+        self.note()
         if record.error:
             self._lose(record)
         return not record.error
@@ -273,7 +273,7 @@ class PlainStream:
 
     def waits(self) -> bool:
         """Whether a `put` with `block` would wait now."""
-        self._note()
+        self.note()
         return len(self._writing) >= self._setup.depth
 
     # ------------------------------------------------------------------- reads
@@ -303,7 +303,7 @@ class PlainStream:
         read = record.read
         assert read is not None
         read.ended.wait()
-        self._note()
+        self.note()
         record.read = None  # landed for this reader alone: a later get reads again
         if read.error:
             self._lose(record)
@@ -328,7 +328,7 @@ class PlainStream:
             record.read.landing, record.read.cancelled = None, True
             self._pool.trim()
         self._zombies.append(record)
-        self._note()
+        self.note()
 
     # -------------------------------------------------------------------- life
 
@@ -340,5 +340,5 @@ class PlainStream:
             lane.end()
         for lane in (self._writes, self._reads):
             lane.join()
-        self._note()
+        self.note()
         self._medium.close()

@@ -3,10 +3,9 @@
 States travel in *extents*, the unit of transfer, checksum and space.
 
 small states (at least four fit in an extent)
-    are copied into the current extent by the computing thread, a memcpy of
-    microseconds; only a full extent wakes the writer.  They can be read back
-    from the extent's buffer until it is reused.  A read brings a whole extent
-    and the one below it, since checkpoints come back in descending order.
+    are copied into the current extent by the computing thread, a memcpy of microseconds; only a
+    full extent wakes the writer.  They can be read back from the extent's buffer until it is
+    reused.  A read brings an extent and the one below it: they are wanted in descending order.
 large states
     have an extent each and are taken by reference: the writer copies them
     chunk by chunk through page-aligned buffers.
@@ -35,7 +34,7 @@ from .. import native
 from ..errors import ArgumentError, StoreError
 from ..states.layout import Array, Layout, places
 from ..support.interrupts import Shield
-from .arena import PAGE, landing_bytes, landing_pool, lines_of, pages, round_up, whole_huge
+from .arena import PAGE, address, landing_bytes, landing_pool, lines_of, pages, round_up, whole_huge
 from .base import CheckpointLost, HeldStore, StoreStats, TransferRecord
 from .direct import DirectFile
 from .lanes import Lane, cpus_of, start_on
@@ -50,6 +49,7 @@ BUFFERS = 3  # small states are gathered in, each one extent; as many again are 
 # How long a wait may be deaf to signals such as Ctrl-C.
 _PATIENCE_MS = 50
 _NICE = 5
+_MANY = 1024  # transfers that are noted before anyone asks for them
 _WAIT, _MEMORY, _TELL, _FULL = -1, -3, -4, -5
 _SAYS = {
     errno.EBADMSG: "the checksum does not match: the bytes were changed",
@@ -112,7 +112,7 @@ class StreamedStore(HeldStore):
         super().__init__(name)
         self.queue_depth = queue_depth
         self.capacity_bytes = capacity_bytes
-        self.transfers: deque[TransferRecord] = deque(maxlen=100_000)
+        self._transfers: deque[TransferRecord] = deque(maxlen=100_000)
         self._open_medium = open_medium
         self._buffer_bytes = buffer_bytes
         self._bounces = bounces
@@ -192,7 +192,7 @@ class StreamedStore(HeldStore):
             self.exact,
             self.warns,
             self.stats,
-            self.transfers,
+            self._transfers,
         )
         if has_streams():
             return Stream(setup, self._bounces, self._hooks)
@@ -218,7 +218,7 @@ class StreamedStore(HeldStore):
 
     def _open(self, layout: Layout) -> None:
         self.stats = StoreStats()
-        self.transfers.clear()
+        self._transfers.clear()
         try:
             stream = self._stream = self._new_stream(layout)
         except (OSError, MemoryError) as error:
@@ -304,6 +304,13 @@ class StreamedStore(HeldStore):
         target._tell()
         return done
 
+    @property
+    def transfers(self) -> deque[TransferRecord]:
+        """The finished transfers; see `Store.transfers`."""
+        if self._stream is not None:
+            self._stream.note()
+        return self._transfers
+
     def _opened(self) -> Stream | PlainStream:
         self._hold.check()
         assert self._stream is not None
@@ -333,10 +340,10 @@ class Stream:
         self._name, self._medium, self._count = setup.name, setup.medium, setup.count
         self._layout = layout = setup.layout
         self._stats, self._transfers = setup.stats, setup.transfers
-        self._library, self._held = native.library(), native.held_library()
-        held = self._held
+        self._library, self._held = native.library(), (held := native.held_library())
         self._fill, self._find = held.ms_stream_fill, held.ms_stream_get
         self._ahead, self._forget = held.ms_stream_prefetch, held.ms_stream_drop
+        self._ready, self._queue = held.ms_stream_ready, held.ms_stream_put
         self._birth = Birth.here()
         self._handle = ctypes.c_void_p()
         self._view, self._record = native.StreamView(), native.StreamRecord()
@@ -354,7 +361,7 @@ class Stream:
             piece.offset, piece.nbytes = leaf.offset, leaf.nbytes
         self._texts: dict[int, str] = {}
         self._bytes = extent_bytes = round_up(setup.count * layout.nbytes)
-        outside = hooks is None
+        outside = self._outside = hooks is None
         hooked = moves(setup.medium, self._texts) if hooks is None else hooks
         # Called from other threads: they must live as long as these.
         self._moves = [native.Transfer(move) if move else native.Transfer() for move in hooked]
@@ -374,7 +381,6 @@ class Stream:
             pread=self._moves[1],
             view=ctypes.pointer(self._view),
         )
-        self._bounce_bytes = setup.bounce_bytes
 
     def start(self) -> None:
         """Allocate buffers and start the threads.
@@ -396,7 +402,7 @@ class Stream:
                 for at in range(start, start + BUFFERS * self._bytes, self._bytes)
             ]
         else:
-            self._bounce = pages(whole_huge(self._bounce_bytes))
+            self._bounce = pages(whole_huge(options.n_bounces * options.chunk_bytes))
             options.bounce = self._bounce.ctypes.data
         if not options.outside:
             assert isinstance(self._medium, DirectFile)
@@ -435,15 +441,15 @@ class Stream:
         return True
 
     def _put_large(self, key: int, arrays: Sequence[Array], block: bool) -> bool:
-        if not block and self.waits():  # the price of an offer, mostly
+        if not block and not self._ready(self._handle):  # the price of an offer, mostly
             return self._refused(_WAIT)
         if key in self._landings:
             self.drop(key)  # that was not dropped yet
         pieces = self._pieces_of(key, arrays)
         number, self._next = self._next, self._next + 1
         self._kept[number] = tuple(arrays)
-        put, given = self._held.ms_stream_put, (self._handle, key, number, pieces, len(pieces))
-        while (answer := put(*given)) <= 0 and self._again(answer, block):
+        given = self._handle, key, number, pieces, len(pieces)
+        while (answer := self._queue(*given)) <= 0 and self._again(answer, block):
             pass
         if self._view.news:
             self._tell()
@@ -497,7 +503,7 @@ class Stream:
                 )
             self._shapes[key] = shapes
         for piece, array in zip(pieces, arrays, strict=True):
-            piece.data = array.ctypes.data
+            piece.data = address(array)
         return pieces
 
     def wait_written(self, key: int) -> bool:
@@ -518,7 +524,7 @@ class Stream:
 
     def waits(self) -> bool:
         """Whether a `put` with `block` would wait now."""
-        ready = self._held.ms_stream_ready(self._handle)
+        ready = self._ready(self._handle)
         if self._view.news:
             self._tell()
         return not ready
@@ -542,7 +548,7 @@ class Stream:
             number, self._next = self._next, self._next + 1
             self._landings[key] = number, self._pool.take(max(1, nbytes)) if into is None else into
         number, landing = self._landings[key]
-        self._held.ms_stream_read(self._handle, key, number, landing.ctypes.data)
+        self._held.ms_stream_read(self._handle, key, number, address(landing))
 
     def arrived(self, key: int, timeout_s: float) -> bool:
         """Wait for a read, no longer than some seconds; return whether it has ended."""
@@ -628,15 +634,11 @@ class Stream:
 
     def _tell(self) -> None:
         """Note what the stream shows, and let go of what it needs no more."""
-        view, stats, held, handle = self._view, self._stats, self._held, self._handle
+        view, stats = self._view, self._stats
         view.news = 0
-        while held.ms_stream_record(handle, self._record):
-            one = self._record
-            times = 1e-9 * one.start_ns, 1e-9 * one.stop_ns
-            self._transfers.append(
-                TransferRecord("read" if one.is_read else "write", one.key, *times, one.nbytes)
-            )
-        while (number := held.ms_stream_freed(handle)) >= 0:
+        if view.records > _MANY:
+            self.note()
+        while self._outside and (number := self._held.ms_stream_freed(self._handle)) >= 0:
             self._medium.free(number)
         stats.bytes_written, stats.bytes_read = view.bytes_written, view.bytes_read
         stats.stored_bytes, stats.lost = view.stored_bytes, view.lost
@@ -644,6 +646,14 @@ class Stream:
         for kept, ended in ((self._kept, view.written), (self._ending, view.read)):
             while kept and (number := next(iter(kept))) <= ended:
                 del kept[number]
+
+    def note(self) -> None:
+        """Note the transfers that have ended."""
+        one, told = self._record, self._held.ms_stream_record
+        while self._view.records and told(self._handle, one):
+            kind: Literal["read", "write"] = "read" if one.is_read else "write"
+            times = 1e-9 * one.start_ns, 1e-9 * one.stop_ns
+            self._transfers.append(TransferRecord(kind, one.key, *times, one.nbytes))
 
     def close(self) -> None:
         """Finish what is in flight, stop the threads, note what came of it, close the medium.
@@ -660,5 +670,6 @@ class Stream:
             self._library.ms_stream_stop(self._handle)
             self._held.ms_stream_poll(self._handle)
             self._tell()
+            self.note()
             self._library.ms_stream_close(ctypes.byref(self._handle))
         self._medium.close()

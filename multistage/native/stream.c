@@ -41,7 +41,7 @@ struct stream {
     extent_t *zombies; /* without a record */
     int64_t waiting, age, seen;
     stream_record_t *records; /* a ring: the oldest fall off */
-    int64_t n_records, first_record;
+    int64_t first_record;
 };
 
 static int is_full(int64_t error)
@@ -54,10 +54,10 @@ static int is_full(int64_t error)
 static void note(stream_t *s, const extent_t *e, int64_t is_read)
 {
     const job_t *job = is_read ? &e->read : &e->write;
-    s->records[(s->first_record + s->n_records) % RECORDS] =
+    s->records[(s->first_record + s->view->records) % RECORDS] =
         (stream_record_t){is_read, e->first, job->start_ns, job->stop_ns, e->nbytes};
-    if (s->n_records < RECORDS)
-        s->n_records++;
+    if (s->view->records < RECORDS)
+        s->view->records++;
     else
         s->first_record++;
 }
@@ -128,10 +128,10 @@ void ms_stream_wait(stream_t *s, int64_t timeout_ms) { ms_io_wait(s->io, s->seen
 
 int64_t ms_stream_record(stream_t *s, stream_record_t *record)
 {
-    if (!s->n_records)
+    if (!s->view->records)
         return 0;
     *record = s->records[s->first_record++ % RECORDS];
-    s->n_records--;
+    s->view->records--;
     return 1;
 }
 

@@ -31,6 +31,7 @@ typedef struct {
     int64_t written, read; /* arrays of puts, memory of reads, are the caller's up to these ids */
     int64_t error, write_failed; /* of the record that was lost last */
     int64_t full; /* the medium took no more: what it held then is its capacity */
+    int64_t records; /* transfers that ms_stream_record tells of; the oldest of thousands fall off */
 } stream_view_t;
 
 typedef struct {

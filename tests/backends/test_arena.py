@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from multistage.backends import arena
 from multistage.backends.arena import (
     PAGE,
     LandingPool,
@@ -35,6 +36,14 @@ def test_pages(nbytes: int, touch: bool) -> None:
     assert len(array) % PAGE == 0
     assert not array.any()
     array[:] = 1
+
+
+def test_the_address_of_an_array() -> None:
+    whole = np.arange(12.0).reshape(3, 4)
+    fixed = np.frombuffer(b"12345678", np.int64)
+    line = type("Line", (np.ndarray,), {})(4)
+    for array in (whole, whole[1:], whole[:0], whole[1, 2, ...], fixed, line, np.ones(3, "M8[s]")):
+        assert arena.address(array) == array.ctypes.data
 
 
 def address(array: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import signal
+import sys
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from multistage.states.layout import Array, Layout
 
 STATE = np.arange(1000.0)
 LAYOUT = Layout.of(STATE)
+NEEDS_NATIVE = pytest.mark.skipif("native" not in available_engines(), reason="needs the C core")
 
 
 class Gate(Ram):
@@ -247,6 +249,34 @@ def test_writes_completed_by_close_are_counted(store: Any, tmp_path: Path) -> No
     made.close()
     assert made.stats.bytes_written == 2 * LAYOUT.nbytes
     assert len(made.transfers) == 2
+
+
+def test_transfers_that_nobody_asks_for_are_kept() -> None:
+    store = MemoryStore(buffer_bytes=0)
+    store.open(LAYOUT)
+    for key in range(5_000):  # more than the core keeps
+        assert store.put(key, [STATE], block=True)
+        store.drop(key)
+    store.close()
+    assert [record.key for record in store.transfers] == list(range(5_000))
+
+
+@NEEDS_NATIVE
+def test_an_offer_takes_few_calls(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, "native", buffer_bytes=0)
+    store.open(LAYOUT)
+    assert store.put(0, [STATE])
+    assert store.wait_written(0)
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, _: calls.append(event))
+    try:
+        taken = store.put(1, [STATE])
+    finally:
+        sys.setprofile(None)
+    # Each takes several times as long between two steps, whose data is in the caches.
+    assert taken
+    assert calls.count("call") <= 7
+    store.close()
 
 
 def test_states_are_read_again_and_again_without_being_dropped() -> None:
