@@ -326,6 +326,8 @@ def tightest(found: Sequence[Unequals], rooms: Sequence[int]) -> Unequals:
     >>> costs.stages[0].output_bytes, room
     (30, 100)
     """
+    # In no memory states of no bytes are kept, as in a byte.
+    rooms = [max(1, own) for own in rooms]
     room, tier = rooms[0], found[0][2]
 
     def size(values: Iterable[int]) -> int:
@@ -412,7 +414,7 @@ class Agreed:
         (own, _, _), _, limit = every[self._ranks.rank]
         found, limits = [one for one, _, _ in every], [most for _, _, most in every]
         costs, room, tier = tightest(found, [room for _, room, _ in found])
-        room = min(left * room // its for (_, its, _), left, _ in every)
+        room = min(left * room // max(1, its) for (_, its, _), left, _ in every)
         whole, memory, rates = tightest(found, limits)
         beside = memory - pieces.least_in_pieces(whole)
         tried: list[tuple[Unequals, int | None]] = [((costs, room, tier), None)]

@@ -346,7 +346,9 @@ class Unequal(Generic[State, Adjoint]):
 
         # Ranks keep the same states: each counts as its largest part of any rank's memory.
         def part(i: int) -> int:
-            return agreement.largest(lambda: -(-WHOLE * seen.state_bytes[i] // self._room_now(i)))
+            return agreement.largest(
+                lambda: -(-WHOLE * seen.state_bytes[i] // max(1, self._room_now(i)))
+            )
 
         def made(given: Unequals, slots: int | None) -> tuple[Action, ...]:
             return tuple(reversed_by(given[0], given[1], planner, slots=slots))

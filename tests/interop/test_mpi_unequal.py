@@ -165,6 +165,24 @@ def test_a_survey_of_ranks_keeps_the_same_states_within_each_budget(seed: int) -
 
 
 @core
+def test_a_survey_of_ranks_keeps_states_of_no_bytes_in_no_memory() -> None:
+    def work(comm: Comm) -> Any:
+        def step(u: Any, i: int) -> Any:
+            return np.zeros(0)
+
+        def adjoint_step(u: Any, adjoint: Any, i: int) -> Any:
+            return adjoint * (i + 2)
+
+        with MPIReversal(
+            step, adjoint_step, 5, comm=comm, memory=0, planner="survey", on_error="raise"
+        ) as run:
+            run.forward(np.zeros(0))
+            return float(run.reverse(np.ones(1))[0])
+
+    assert succeed(run_ranks(2, work)) == [720.0] * 2
+
+
+@core
 def test_what_a_survey_of_ranks_cannot_do_is_refused_on_all() -> None:
     """A state that grows on one rank is measured again; one beyond its budget is named."""
 
