@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -17,26 +17,56 @@ _DRIFT = 1.3
 _MOST_LEFT_OUT = 64
 
 
-def leaving_out() -> Callable[[bool, bool], bool]:
-    """Return what tells when a tier that plans leave out is used again.
+class FirstRates:
+    """Rates of tiers from before sweeps corrected them: bounds of shares, and of new tries.
 
-    `ended(used, late)` notes a sweep that has ended, and answers whether the next is to use the
-    tier again: after 1, 2, 4, ... 64 sweeps without it.  That one is planned for the rates from
-    before; should the tier be late still, it costs a share of one sweep.
+    A tier that plans leave out is used again after 1, 2, 4, ... 64 sweeps without it.  That one
+    is planned for the rates from before; should the tier be late still, it costs a share of one
+    sweep.
     """
-    sweeps, pause = 0, 1
 
-    def ended(used: bool, late: bool) -> bool:
-        nonlocal sweeps, pause
-        sweeps = 0 if used else sweeps + 1
+    def __init__(self) -> None:
+        self._tiers: tuple[Tier, ...] = ()
+        self._sweeps, self._pause = 0, 1
+
+    def begin(self, tiers: Iterable[Tier]) -> None:
+        """Note the rates before a sweep, unless earlier ones are known."""
+        self._tiers = self._tiers or tuple(tiers)
+
+    def forget(self) -> None:
+        """Forget rates that are no longer of these tiers."""
+        self._tiers = ()
+
+    def within_shares(self, seen: Sequence[Tier], stores: Sequence[Store]) -> tuple[Tier, ...]:
+        """Return the rates that a sweep has shown, none faster than at first in a shared store.
+
+        Others use the same bandwidth there.  What they leave idle for a while is theirs; what
+        they take already shows.  Costs may tell of fewer tiers than there are stores, or more.
+        """
+        shared = map(_slower, seen, self._tiers, stores)
+        return (*shared, *seen[len(stores) :])
+
+    def after(self, tiers: Sequence[Tier], *, used: bool, late: bool) -> tuple[Tier, ...]:
+        """Return the rates to plan with after a sweep that has ended."""
+        self._sweeps = 0 if used else self._sweeps + 1
         if used and not late:
-            pause = 1
-        if sweeps < pause:
-            return False
-        sweeps, pause = 0, min(_MOST_LEFT_OUT, 2 * pause)
-        return True
+            self._pause = 1
+        if self._sweeps < self._pause:
+            return tuple(tiers)
+        self._sweeps, self._pause = 0, min(_MOST_LEFT_OUT, 2 * self._pause)
+        return self._tiers
 
-    return ended
+
+def _slower(seen: Tier, first: Tier, store: Store) -> Tier:
+    if all(part.share == 1 for part in store.parts()):
+        return seen
+    return replace(
+        seen,
+        write_s=max(seen.write_s, first.write_s),
+        read_s=max(seen.read_s, first.read_s),
+        write_bytes_per_s=min(seen.write_bytes_per_s, first.write_bytes_per_s),
+        read_bytes_per_s=min(seen.read_bytes_per_s, first.read_bytes_per_s),
+    )
 
 
 def seen_costs(costs: Costs, timeline: Timeline, counts: Counts) -> Costs:
@@ -67,23 +97,6 @@ def seen_costs(costs: Costs, timeline: Timeline, counts: Counts) -> Costs:
         reverse_step_s=reverse_s,
         tape_step_s=tape_s,
         tiers=tiers,
-    )
-
-
-def within_share(seen: Tier, planned: Tier, store: Store) -> Tier:
-    """Return the rates that a sweep has shown, none faster than planned where `store` has a share.
-
-    Others use the same bandwidth there.  What they leave idle for a while is theirs; what they
-    take already shows.
-    """
-    if all(part.share == 1 for part in store.parts()):
-        return seen
-    return replace(
-        seen,
-        write_s=max(seen.write_s, planned.write_s),
-        read_s=max(seen.read_s, planned.read_s),
-        write_bytes_per_s=min(seen.write_bytes_per_s, planned.write_bytes_per_s),
-        read_bytes_per_s=min(seen.read_bytes_per_s, planned.read_bytes_per_s),
     )
 
 

@@ -33,7 +33,7 @@ from ..execute.executor import Executor, Resumed
 from ..execute.late import Late, Stages
 from ..execute.ledger import Counts
 from ..execute.metered import LargerThanPlanned, Metered, Seen, of_chain, require_state
-from ..measurement.seen import leaving_out, within_share
+from ..measurement.seen import FirstRates
 from ..model.chain import Chain
 from ..model.costs import Costs
 from ..model.stages import StageCosts
@@ -147,8 +147,7 @@ class Unequal(Generic[State, Adjoint]):
         self._probed = given.probed[0] if given.probed else None
         self._agreement = given.agreement
         self._rates: Tier | None = None
-        self._first_rates: Tier | None = None
-        self._left_out = leaving_out()
+        self._first_rates = FirstRates()
         self._streams = self._store is not None
         if self._durable is not None:  # which needs no plan that reads from its folder
             self._streams = native.LIBRARY is not None
@@ -263,12 +262,13 @@ class Unequal(Generic[State, Adjoint]):
         require_room(store, costs)
         if self._rates is None:
             assert self._probed is not None
-            self._rates = self._first_rates = measured_rates(
+            self._rates = measured_rates(
                 self._probed,
                 probe_bytes(costs),
                 1 if self._agreement is None else self._agreement.size,
                 self._durable is None,
             )
+            self._first_rates.begin([self._rates])
         return costs, room, bounded(self._rates, store, costs)
 
     def _known(self, costs: StageCosts, left: Resumed | None = None) -> tuple[Unequals, int]:
@@ -442,16 +442,16 @@ class Unequal(Generic[State, Adjoint]):
                 self.costs = seen
             return seen
         if self._rates is not None:
-            assert self._first_rates is not None
             rates = self._rates
             if self.tier is not None:
-                rates = within_share(seen_rates(rates, timeline), self._first_rates, self.tier)
+                seen_now = [seen_rates(rates, timeline)]
+                (rates,) = self._first_rates.within_shares(seen_now, [self.tier])
             is_late = self.late is not None and bool(self.late.why)
             if is_late:
                 assert self.late is not None and isinstance(self.late.course, Stages)
                 rates = self.late.course.slowed(rates)
-            if self._left_out(self.tier is not None, is_late):
-                rates = self._first_rates
+            used = self.tier is not None
+            (rates,) = self._first_rates.after([rates], used=used, late=is_late)
             if rates != self._rates:
                 self._rates, self.stale = rates, True
         if self._n_steps is not None:

@@ -26,7 +26,7 @@ from ..execute.metered import Metered
 from ..measurement.chain import GUESSED_RATIO, measure, sample, starting, with_tiers
 from ..measurement.compression import choose_compression
 from ..measurement.driver import action_seconds
-from ..measurement.seen import drifted, leaving_out, seen_costs, within_share
+from ..measurement.seen import FirstRates, drifted, seen_costs
 from ..model.budget import Budget
 from ..model.chain import Chain
 from ..model.costs import NOT_KEPT, Costs
@@ -88,8 +88,7 @@ class Uniform(Generic[State, Adjoint]):
         self._first: FirstSteps[State, Adjoint] | None = None  # whose costs are not known
         self._needs_executor = True
         self._late: Late | None = None  # of the last sweep
-        self._left_out = leaving_out()
-        self._first_tiers: tuple[Tier, ...] = ()  # before a sweep corrected them
+        self._first_rates = FirstRates()
 
     def prepare(
         self, state: State, executor: Executor[State, Adjoint] | None, *, sweeps: bool = False
@@ -163,7 +162,7 @@ class Uniform(Generic[State, Adjoint]):
             if executor is not None:
                 executor.abort()  # a sweep in progress still holds the caller's arrays
             self._layout, self.plan, self._needs_executor = layout, None, True
-            self._first_tiers = ()
+            self._first_rates.forget()
             self._opened.close_stores()
             self.costs = None if self._given is None else _of_states(self._given, layout)
         if given.durable is not None:
@@ -425,16 +424,13 @@ class Uniform(Generic[State, Adjoint]):
         plan, agreement = self.plan, self._arguments.agreement
         drawn = self.in_hindsight(n_steps) if plan is None else lambda: plan
         if self.resumed is None:
-            self._first_tiers = self._first_tiers or self.costs.tiers
+            self._first_rates.begin(self.costs.tiers)
             seen = seen_costs(self.costs, timeline, counts)
-            # Given costs may tell of fewer tiers than there are, or of more.
-            shared = map(within_share, seen.tiers, self._first_tiers, self._arguments.stores)
-            tiers = (*shared, *seen.tiers[len(self._arguments.stores) :])
-            seen = replace(seen, tiers=tiers)
+            tiers = self._first_rates.within_shares(seen.tiers, self._arguments.stores)
             if self._late is not None and self._late.why:
-                seen = replace(seen, tiers=self._late.slowed(seen.tiers))
-            if self._left_out(counts.writes > 0, bool(counts.late)):
-                seen = replace(seen, tiers=self._first_tiers)
+                tiers = self._late.slowed(tiers)
+            used, late = counts.writes > 0, bool(counts.late)
+            seen = replace(seen, tiers=self._first_rates.after(tiers, used=used, late=late))
             seen = seen if agreement is None else agreement.slowest(lambda: seen)
             if drifted(self.costs, seen):
                 self.costs, self._stale = seen, True

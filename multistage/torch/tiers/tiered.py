@@ -14,7 +14,7 @@ from torch import Tensor
 from ...backends.base import Store
 from ...backends.urls import TierName
 from ...errors import ArgumentError
-from ...measurement.seen import within_share
+from ...measurement.seen import FirstRates
 from ...model.tier import Tier
 from ...states.layout import Layout
 from .lane import Carried, ChainTier, TierLane
@@ -51,7 +51,7 @@ class Tiered:
     def __init__(self, names: Sequence[TierName]) -> None:
         self.names = tuple(names)
         self.rates: Tier | None = None
-        self._first_rates: Tier | None = None
+        self._first_rates = FirstRates()
         self.slowdown = 0.0
         self._tier: ChainTier | None = None
         self._buffer_bytes = 0
@@ -136,7 +136,8 @@ class Tiered:
             self._due_s = now_s + _AGAIN * _LOOK_S
         if now_s < self._due_s or (self._tier is not None and self._tier.is_closing):
             return False
-        self.rates = self._first_rates = None
+        self.rates = None
+        self._first_rates.forget()
         return True
 
     def looked(self, seconds: float) -> None:
@@ -169,8 +170,8 @@ class Tiered:
         )
         self._slower = 1.0
         if self._tier is not None:
-            self._first_rates = self._first_rates or self.rates
-            found = within_share(found, self._first_rates, self._tier.store)
+            self._first_rates.begin([self.rates])
+            (found,) = self._first_rates.within_shares([found], [self._tier.store])
         pairs = (
             (found.write_bytes_per_s, self.rates.write_bytes_per_s),
             (found.read_bytes_per_s, self.rates.read_bytes_per_s),
