@@ -43,7 +43,7 @@ from ..planners.base import BUFFERS, played
 from ..planners.chain.joint_core import require_core
 from ..planners.chain.memory import shifted
 from ..planners.chain.pieces import (
-    MOST_STREAMED,
+    MOST_AT_ONCE,
     PersistentPlanner,
     chain_plan,
     survey,
@@ -304,7 +304,7 @@ class Unequal(Generic[State, Adjoint]):
             store.queue_depth = max(store.queue_depth, written)
             self.tier = store
             # Of more steps the table of what is left is too large; ranks have clocks of their own.
-            if len(costs.stages) <= MOST_STREAMED and agreement is None:
+            if len(costs.stages) <= MOST_AT_ONCE and agreement is None:
                 tapes = self._planner == "optimal"
                 self.late = Late(Stages(self.plan, inside=False, tapes=tapes))
 

@@ -108,7 +108,7 @@ def test_parts_of_very_different_size_stream_within_the_memory_of_each_rank(
             assert plan is not None and plan.writes == counts.writes > 0
             held = run.report().timeline.memory["fast"]
         own = part.costs()
-        limit = least_beside(own, "optimal", fast) + 3 * own.largest_state_bytes
+        limit = least_beside(own, "optimal") + 3 * own.largest_state_bytes
         assert use_of(plan.actions, own, (fast,)).peak_bytes <= limit
         assert max(nbytes for _, nbytes in held) <= limit
         return plan.actions

@@ -112,7 +112,7 @@ def test_long_chains_with_a_huge_tape_are_planned_as_at_once(monkeypatch):
     costs = chain(120, 3, huge=(11, 80))
     for room in (0, 5, 25, 80):
         memory = pieces.least_in_pieces(costs) + room
-        plan = pieces.plan_in_pieces(costs, memory, "optimal", None, (40, 13))
+        plan = pieces.plan_in_pieces(costs, memory, "optimal")
         assert plan.makespan_s <= 1.03 * plan_at_once(costs, memory).makespan_s
 
 

@@ -35,10 +35,9 @@ def chain(stages, seed=1):
 
 @pytest.fixture
 def few_at_once(monkeypatch):
-    """Chains of more than 40 stages are long, and divided into 30 or 10 blocks."""
+    """Chains of more than 40 stages are long."""
     monkeypatch.setattr(heterogeneous, "most_stages", lambda _resolution=0: 40)
-    monkeypatch.setattr(heterogeneous, "BLOCKS", (30, 10))
-    monkeypatch.setattr(pieces, "BLOCKS", (30, 10))
+    monkeypatch.setattr(heterogeneous, "_GROUPS", 30)
     monkeypatch.setattr(pieces, "MOST_AT_ONCE", 40)
 
 
@@ -59,6 +58,15 @@ def test_long_chains_are_planned_in_pieces(few_at_once, share, tiers):
     else:
         assert plan.makespan_s <= no_tier_s(plan)
         assert offload_s(plan) is None  # not known
+
+
+@core
+@pytest.mark.parametrize("planner", ["optimal", "revolve"])
+def test_so_many_steps_are_planned_by_one_table_with_a_tier_or_without(planner):
+    costs = chain(240)
+    plan = pieces.chain_plan(costs, 300, planner)
+    assert plan.planner == planner and plan.peak_bytes <= plan.memory_bytes
+    assert plan.memory_bytes == pieces.least_beside(costs, planner) + 300
 
 
 @core

@@ -185,7 +185,7 @@ def test_what_is_left_of_unequal_steps_is_legal_and_fits(
     costs, slots = of_chain(case.costs, case.chain()), min(slots, 4)
     rates = random.choice([None, Tier.of_rates(random.choice([50.0, 500.0]), 500.0, tapes=False)])
     room = slots * costs.largest_state_bytes
-    most = least_beside(costs, planner, rates) + room
+    most = least_beside(costs, planner) + room
     rules, doubt = Rules.in_bytes(costs, recovers=True), random.choice([0.0, 0.0, 0.3])
     Resumed(tuple(stored), None, end).tell(rules)
     for action in resumed_actions(costs, room, planner, rates, stored, end):

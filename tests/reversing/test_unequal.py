@@ -30,7 +30,7 @@ from multistage.execute.metered import Metered, of_chain
 from multistage.model.stages import Stage
 from multistage.model.tier import Tier
 from multistage.planners.chain.heterogeneous import smallest_memory
-from multistage.planners.chain.pieces import MOST_STREAMED
+from multistage.planners.chain.pieces import MOST_AT_ONCE
 from multistage.reversing import streamed, unequal, uniform
 from multistage.reversing.unequal import Unequal
 from multistage.states.layout import Layout
@@ -497,7 +497,7 @@ def test_states_travel_where_steps_are_too_many_for_one_table(
 ) -> None:
     rates = Tier.of_rates(30.0, 60.0, tapes=False)  # of some states of 90 bytes in steps of 10 s
     monkeypatch.setattr(unequal, "measured_rates", lambda *_: rates)
-    case = Case(4, kind, MOST_STREAMED + 30, scale=3)
+    case = Case(4, kind, MOST_AT_ONCE + 30, scale=3)
     store = MemoryStore(buffer_bytes=0)
     run = Reversal(case.chain(), costs=case.costs, memory="3 slots", tiers=store, checked=True)
     with run:

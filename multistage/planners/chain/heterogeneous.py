@@ -32,7 +32,7 @@ that states are less than a slot, `planners.chain.nested` plans the chain too, w
 schedules do depend on the limit.
 
 A chain of more than some 1000 stages, whose table would take more than 1.25 GiB, is planned
-in pieces and in blocks of stages; see `planners.chain.pieces`.
+in pieces; see `planners.chain.pieces`.
 
 Known gap: persistency.  Schedules that drop a checkpoint before its use can
 be faster (the paper's figure 2: 2n + 2 instead of 3n + 1); where a tape pins
@@ -59,11 +59,12 @@ from .at_once import ChainPlanner as ChainPlanner
 from .at_once import least_memory, most_stages, plan_at_once, table_bytes
 from .grouped import in_groups
 from .joint_core import require_core
-from .pieces import BLOCKS, least_in_pieces, plan_in_pieces
+from .pieces import least_in_pieces, plan_in_pieces
 from .sizes import Sizes
 from .table import MORE, Table, default_threads, judge, smallest
 
 _MOST_SLOTS, _MOST_THREADS = 1 << 20, 1024
+_GROUPS = 600  # of stages, for the curve of more than one table takes
 
 
 def plan_chain(
@@ -243,7 +244,7 @@ def memory_curve(
     plain = plain_use(costs)
     if len(costs.stages) > most_stages(resolution):
         _require_default(costs, resolution)
-        costs, _ = in_groups(costs, BLOCKS[0])
+        costs, _ = in_groups(costs, _GROUPS)
     true = Sizes.of(costs)
     _, trace = smallest(true, tapes=planner == "optimal")
     seconds, peak = judge(true, trace)

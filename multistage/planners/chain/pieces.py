@@ -3,9 +3,6 @@
 plan
     `plan_at_once`, the optimal dynamic program, for as many steps as it solves in
     seconds.  More are divided into blocks, see `planners.chain.nested`.
-blocks
-    The dynamic program over blocks of steps, each taped as a whole or not at all.  Needs
-    memory for the tapes of a block.
 groups
     With a slow tier, see `planners.chain.grouped`.
 survey
@@ -17,41 +14,25 @@ A *room* is memory beyond the least in which the steps at hand can be reversed a
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, TypeAlias
 
-from ...actions import (
-    Action,
-    Advance,
-    EndForward,
-    Free,
-    Load,
-    Reverse,
-    Save,
-    Schedule,
-    Tape,
-)
-from ...errors import BudgetError, ScheduleError
+from ...actions import Action, Advance, EndForward, Free, Load, Save, Schedule
+from ...errors import BudgetError
 from ...model.stages import StageCosts
 from ...model.tier import Tier
 from ..base import Plan
 from ..single.binomial import forward_and_reverse, reverse_actions
 from .at_once import SLOTS, beside, fastest, least_memory, plan_at_once
-from .grouped import in_groups, plan_grouped
+from .grouped import plan_grouped
 from .memory import shifted
 from .nested import plan_nested
 from .sizes import Sizes
 
 PersistentPlanner: TypeAlias = Literal["optimal", "revolve"]
-# Steps that are planned at once: their dynamic program takes a second, if those of more
-# than `_FINE` are solved for fewer slots of memory.
-MOST_AT_ONCE, _FINE, _FEWER = 200, 80, 200
-# Steps that are planned at once together with a tier, in a second or two.
-MOST_STREAMED = 340
-# Numbers of blocks that are tried; of chains that `plan_chain` plans in pieces.
-_COUNTS = (MOST_AT_ONCE, MOST_AT_ONCE // 3)
-BLOCKS = (600, 200, 60)
+# Steps that are planned at once: their dynamic program takes a second, or two with a tier, if
+# those of more than `_FINE` are solved for fewer slots of memory.
+MOST_AT_ONCE, _FINE, _FEWER = 340, 80, 200
 
 
 def part(costs: StageCosts, start: int, stop: int) -> StageCosts:
@@ -97,21 +78,17 @@ def chain_plan(
     """Return the plan of all steps, see `plan`, judged byte by byte; `rates` of a slow tier."""
     if slots is not None:
         return Plan.judged("revolve", costs, None, plan(costs, 0, planner, slots=slots))
-    memory = least_beside(costs, planner, rates) + room_bytes
-    if _is_short(costs, rates):
+    memory = least_beside(costs, planner) + room_bytes
+    if len(costs.stages) <= MOST_AT_ONCE:
         slots = _slots(costs) if rates is None else SLOTS
         return plan_at_once(costs, memory, planner, rates, resolution=slots)
-    return plan_in_pieces(costs, memory, planner, rates, _COUNTS)
+    return plan_in_pieces(costs, memory, planner, rates)
 
 
-def least_beside(costs: StageCosts, planner: PersistentPlanner, rates: Tier | None = None) -> int:
+def least_beside(costs: StageCosts, planner: PersistentPlanner) -> int:
     """Return the bytes that `chain_plan` counts on beside its room."""
-    return least_memory(costs, planner) if _is_short(costs, rates) else least_in_pieces(costs)
-
-
-def _is_short(costs: StageCosts, rates: Tier | None) -> bool:
-    """Whether all steps are planned at once."""
-    return len(costs.stages) <= (MOST_AT_ONCE if rates is None else MOST_STREAMED)
+    whole = len(costs.stages) <= MOST_AT_ONCE
+    return least_memory(costs, planner) if whole else least_in_pieces(costs)
 
 
 def plan_within(costs: StageCosts, memory_bytes: int) -> Plan:
@@ -124,7 +101,7 @@ def plan_within(costs: StageCosts, memory_bytes: int) -> Plan:
     """
     if len(costs.stages) <= MOST_AT_ONCE:
         return plan_at_once(costs, memory_bytes)
-    return plan_in_pieces(costs, memory_bytes, "optimal", counts=_COUNTS)
+    return plan_in_pieces(costs, memory_bytes, "optimal")
 
 
 def plan_in_pieces(
@@ -132,14 +109,8 @@ def plan_in_pieces(
     limit: int | None,
     planner: PersistentPlanner,
     rates: Tier | None = None,
-    counts: Sequence[int] = (),
 ) -> Plan:
-    """Return the fastest plan in pieces and in blocks of stages, within a limit in bytes.
-
-    Parameters
-    ----------
-    counts : sequence of int
-        Of the blocks, each of which is taped as a whole or not at all; `BLOCKS` unless given.
+    """Return the fastest plan in pieces, within a limit in bytes.
 
     Raises
     ------
@@ -158,48 +129,16 @@ def plan_in_pieces(
             "planned in pieces; raise the limit",
             least,
         )
-    candidates: list[tuple[Iterable[Action], Tier | None]] = [
-        (plan(costs, memory - least, planner), None)
-    ]
-    tried = counts or BLOCKS if planner == "optimal" else ()
-    candidates += ((_in_blocks(costs, memory, count), None) for count in tried)
-    if rates is not None:
-        away = plan_grouped(costs.whole, memory, rates, tapes=planner == "optimal")
-        candidates += [(away, rates)] if away else []
-    found = []
-    for actions, tier in candidates:
-        with contextlib.suppress(BudgetError, ScheduleError):  # one block alone is too much
-            found.append(Plan.judged("pieces", costs, limit, actions, tier))
-    best = fastest(found)
+    without = Plan.judged("pieces", costs, limit, plan(costs, memory - least, planner))
     if rates is None:
-        return best
-    return beside(best, rates, fastest(each for each in found if each.tier is None))
+        return without
+    away = plan_grouped(costs.whole, memory, rates, tapes=planner == "optimal")
+    found = [without] + ([Plan.judged("pieces", costs, limit, away, rates)] if away else [])
+    return beside(fastest(found), rates, without)
 
 
 def _slots(costs: StageCosts) -> int:
     return SLOTS if len(costs.stages) <= _FINE else _FEWER
-
-
-def _in_blocks(costs: StageCosts, memory: int, count: int) -> Iterator[Action]:
-    """Yield the actions of a plan of blocks of steps, each taped as a whole or not at all."""
-    chain, starts = in_groups(costs, count)
-    taped: set[int] = set()
-    slots = _slots(chain) if count <= MOST_AT_ONCE else SLOTS
-    for action in plan_at_once(chain, memory, "optimal", resolution=slots).actions:
-        match action:
-            case Tape(b) | Reverse(b):
-                steps = range(starts[b], starts[b + 1])
-                if b not in taped:
-                    yield from map(Tape, steps)
-                if isinstance(action, Reverse):
-                    yield from map(Reverse, reversed(steps))
-                taped ^= {b} if isinstance(action, Tape) or b in taped else set()
-            case Advance(a, b):
-                yield Advance(starts[a], starts[b])
-            case Save(b) | Load(b) | Free(b):
-                yield type(action)(starts[b])
-            case _:
-                yield action
 
 
 def least_in_pieces(costs: StageCosts) -> int:

@@ -25,7 +25,7 @@ from ...planners import Plan, plan
 from ...planners.base import BUFFERS
 from ...planners.chain.heterogeneous import plan_chain
 from ...planners.chain.joint_core import require_core
-from ...planners.chain.pieces import MOST_STREAMED, plan_within
+from ...planners.chain.pieces import MOST_AT_ONCE, plan_within
 from ...planners.streaming.interval import shortest_interval
 from ...reversing.streamed import (
     bounded,
@@ -381,7 +381,7 @@ class Unequal:
             best = min(_STREAMED, len(recomputed[0].cuts) - 1)
             counts = sorted({max(2, best // 2), max(2, best), min(_STREAMED, max(4, 2 * best))})
         for cuts in self._cuts(counts):
-            if 2 < len(cuts) <= MOST_STREAMED + 1:
+            if 2 < len(cuts) <= MOST_AT_ONCE + 1:
                 yield cuts
 
     def smallest(self) -> int | None:
