@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -39,8 +39,8 @@ from ..states.layout import Array, Layout
 from ..states.slots import Kept, Slots
 from ..support.units import format_bytes
 from .handlers import Arrays, remember
-from .loop import Reverse, _Loop
-from .pullbacks import Pullback, nbytes, put, varies, varying
+from .loop import Reverse, _Asked, _is_of_loop, _Loop, gradients, zeros_of
+from .pullbacks import Flags, _chosen, _instantiated, nbytes, put, varies
 
 _MOST_STEPS, _LEAST_BLOCKS = 1024, 16  # of a block; of a loop, for a tier to write beside
 _FEW = 4  # states in memory, beside a tier
@@ -146,6 +146,31 @@ class _States(Slots[Arrays, jax.Array]):
 # --- programs ---------------------------------------------------------------------------------
 
 
+class _Turn:
+    """What is compiled to turn a block, for the gradients that are asked for."""
+
+    def __init__(self, loop: _Loop, asked: _Asked) -> None:
+        pullback = loop.pullback(asked, loop.consts)
+
+        def turn(
+            consts: Arrays,
+            xs: Arrays,
+            given_y: Arrays,
+            carry: Arrays,
+            adjoint: Arrays,
+            made: Any,
+            first: Any,
+            stop: Any,
+        ) -> Any:
+            fixed, given = pullback.fixed(consts), (consts, xs, given_y)
+            block = first, stop, carry
+            adjoint, *made = loop.turn(pullback, fixed, given, block, (adjoint, *made))
+            return adjoint, tuple(made)  # as it was given: a list would be another program
+
+        self.pullback = pullback
+        self.run: Callable[..., Any] = jax.jit(turn, donate_argnums=(4, 5))
+
+
 class _Program:
     """What is compiled for the loops that have one jaxpr.
 
@@ -183,29 +208,18 @@ class _Program:
         def again(consts: Arrays, xs: Arrays, carry: Arrays, first: Any, stop: Any) -> Arrays:
             return loop.onward((consts, xs), first, stop, carry)
 
-        def turn(
-            consts: Arrays,
-            xs: Arrays,
-            given_y: Arrays,
-            carry: Arrays,
-            adjoint: Arrays,
-            made: Any,
-            first: Any,
-            stop: Any,
-        ) -> Any:
-            fixed, given = self.pullback.fixed(consts), (consts, xs, given_y)
-            block = first, stop, carry
-            adjoint, *made = loop.turn(self.pullback, fixed, given, block, (adjoint, *made))
-            return adjoint, tuple(made)  # as it was given: a list would be another program
-
         self.front: Callable[..., Any] = jax.jit(front, donate_argnums=3)
         self.again: Callable[..., Any] = jax.jit(again)
-        self.turn: Callable[..., Any] = jax.jit(turn, donate_argnums=(4, 5))
+        self._turns: dict[_Asked, _Turn] = {}
+        self._asked: dict[tuple[Flags, Flags, Flags], _Asked] = {}
 
-    @cached_property
-    def pullback(self) -> Pullback:
-        """What the gradient of a step is computed from."""
-        return self.loop.pullback(self.loop.consts)
+    def asked(self, flags: tuple[Flags, Flags, Flags]) -> _Asked:
+        """Return which arrays have a gradient, from those that one is asked by."""
+        return self._asked.get(flags) or self._asked.setdefault(flags, self.loop.asked(*flags))
+
+    def turn(self, asked: _Asked) -> _Turn:
+        """Return what turns a block, for some gradients."""
+        return self._turns.get(asked) or self._turns.setdefault(asked, _Turn(self.loop, asked))
 
 
 _programs: OrderedDict[Hashable, _Program] = OrderedDict()
@@ -292,10 +306,12 @@ def _params(eqn: Any, kept: list[object], *, derived: bool) -> dict[str, Any]:
     if not (eqn.primitive.name.startswith("custom_") and jaxprs):
         return found
     if derived:
-        if found.get("symbolic_zeros") or not all(map(varies, made)):
+        jaxpr = next(iter(jaxprs.values())).jaxpr
+        known = _is_of_loop(jaxpr) or not found.get("symbolic_zeros")
+        if not (known and all(map(varies, made))):
             return found
         atoms = [jax_core.Var(aval) for aval in given]
-        said = next(iter(jaxprs.values())).jaxpr.debug_info
+        said = jaxpr.debug_info
 
         def pulled(given: Any, cotangents: Any) -> Any:
             eqns = [eqn.replace(invars=atoms)]
@@ -341,6 +357,7 @@ class _Blocks:
         self._ys: Arrays = self._placed(program.loop.blank(self._rows))
         self._given_y: Arrays = ()
         self._made: Any = ()
+        self._turn: _Turn
 
     def _span(self, b: int) -> tuple[np.int32, np.int32]:
         stop = min((b + 1) * self._every, self._most if self.n is None else self.n)
@@ -387,16 +404,18 @@ class _Blocks:
         """Not called: a state is its own tape."""
         raise AssertionError("a state is its own tape")
 
-    def begin(self, adjoint: Arrays, given_y: Arrays) -> Arrays:
+    def begin(self, asked: _Asked, cotangents: tuple[Sequence[Any], Sequence[Any]]) -> Arrays:
         """Stand ready for the reverse sweep, with the gradients by the last carry and by ys."""
         assert self.n is not None
+        given_y = _chosen(cotangents[1], asked.ys)
         if self._rows > self.n:  # or other lengths would be other programs
             more = [(0, self._rows - self.n)]
             given_y = tuple(jnp.pad(a, more + [(0, 0)] * (a.ndim - 1)) for a in given_y)
-        zeros = (tuple(map(jnp.zeros_like, varying(a))) for a in (self._consts, self._xs))
-        self._given_y = given_y
-        self._made = self._placed((*zeros, self._program.pullback.blank(self._every)))
-        adjoint = self._placed(adjoint, may_alias=False)  # the caller's; programs take it over
+        self._given_y, self._turn = given_y, self._program.turn(asked)
+        zeros = zeros_of(self._consts, asked.consts), zeros_of(self._xs, asked.xs)
+        self._made = self._placed((*zeros, self._turn.pullback.blank(self._every)))
+        given = _instantiated(_chosen(cotangents[0], asked.carry))
+        adjoint = self._placed(given, may_alias=False)  # the caller's; programs take it over
         self._program.again(self._consts, self._xs, self.first, *_NO_STEPS)  # as in `compile`
         return self._turned(self.first, adjoint, *_NO_STEPS)
 
@@ -406,7 +425,7 @@ class _Blocks:
 
     def _turned(self, carry: object, adjoint: Arrays, first: np.int32, stop: np.int32) -> Arrays:
         given = self._consts, self._xs, self._given_y, carry, adjoint, self._made
-        adjoint, self._made = self._program.turn(*given, first, stop)
+        adjoint, self._made = self._turn.run(*given, first, stop)
         _wait(adjoint)
         return adjoint
 
@@ -421,7 +440,7 @@ _Begun: TypeAlias = tuple[Arrays, _Blocks, Reversal[Arrays, Arrays]]
 
 
 def _pullback(
-    loop: _Loop,
+    asked: _Asked,
     begun: Callable[[], _Begun],
     ready: list[tuple[_Blocks, Reversal[Arrays, Arrays]]],
     learn: Callable[[Costs | StageCosts | None], None],
@@ -442,14 +461,12 @@ def _pullback(
             except IndexError:
                 _, blocks, run = begun()
             with run:
-                adjoint, by_ys = (
-                    tuple(a for a in some if a.dtype != jax.dtypes.float0) for some in cotangents
-                )
-                adjoint = run.reverse(blocks.begin(adjoint, by_ys))
+                given = blocks.begin(asked.by(cotangents[1]), cotangents)
+                adjoint = run.reverse(given)
                 total, x_adjoints = blocks.ended()
         learn(run.costs)
         remember(run.report)
-        return loop.gradients(total, adjoint, x_adjoints)
+        return gradients(asked, total, adjoint, x_adjoints)
 
     return reverse
 
@@ -488,7 +505,7 @@ class Driven:
         return carry, blocks.taken_ys()
 
     def forward(
-        self, consts: Arrays, carry: Arrays, xs: Arrays
+        self, flags: tuple[Flags, Flags, Flags], consts: Arrays, carry: Arrays, xs: Arrays
     ) -> tuple[tuple[Arrays, Arrays], Reverse]:
         """Return the same, and what the gradients are to be had from."""
         if any(len(array.sharding.device_set) > 1 for array in (*consts, *carry, *xs)):
@@ -498,7 +515,8 @@ class Driven:
             )
         program, layout = self._program(), _Layout.of_carry(carry)
         tiers = tier_names(self.tiers)
-        step_bytes, steps = nbytes(program.pullback.like), self.loop.steps
+        asked = program.asked(flags)
+        step_bytes, steps = nbytes(program.turn(asked).pullback.like), self.loop.steps
 
         def stores(limit: int) -> tuple[Store, ...]:
             return tuple(open_store(tier, limit // (_BUFFERS * len(tiers))) for tier in tiers)
@@ -507,7 +525,7 @@ class Driven:
             return sum(store.buffer_bytes(layout) for store in stores(limit))
 
         every, memory = _fit(self.budget, layout.nbytes, step_bytes, buffers, steps)
-        key = every, tuple(store.name for store in stores(0))
+        key = asked, every, tuple(store.name for store in stores(0))
 
         def begun() -> _Begun:
             blocks = _Blocks(program, every, consts, carry, xs)
@@ -527,7 +545,7 @@ class Driven:
 
         last, blocks, run = begun()
         learn = partial(program.costs.__setitem__, key)
-        return (last, blocks.taken_ys()), _pullback(self.loop, begun, [(blocks, run)], learn)
+        return (last, blocks.taken_ys()), _pullback(asked, begun, [(blocks, run)], learn)
 
     def _program(self) -> _Program:
         return _program(self.loop, self.asks)

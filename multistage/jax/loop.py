@@ -14,36 +14,42 @@ before it have shown (`interval` of `native/loop.c`); the program has room for t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import partial, reduce
 from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from ..errors import ArgumentError
 from .handlers import Arrays, Site, require_unmapped, save, shaped, typed
 from .pullbacks import (
+    Flags,
     Pullback,
     Tree,
+    _chosen,
+    _exchanged,
+    _instantiated,
+    _settled,
     is_weak,
-    merged,
     put,
     raw,
     row,
     stop_of,
     strong,
     varies,
-    varying,
     weakened,
 )
 
 # One function for all loops: JAX keeps an entry for each that `jax.eval_shape` is given.
 _raw_like: Any = cast(Any, jax.jit(raw)).eval_shape
 
-# From the gradients by the last carry and the ys to those by what f closes over, state 0 and xs.
+# From the gradients by the last carry and the ys, zeros of JAX's among them, to those by what f
+# closes over, state 0 and xs.
 Reverse: TypeAlias = Callable[[tuple[Arrays, Arrays]], tuple[object, object, object]]
 
 
@@ -61,6 +67,29 @@ def _promoted(value: Any, other: Any) -> Any:
     if not jax.typeof(value).weak_type or value.dtype == other.dtype:
         return value
     return lax.convert_element_type(value, jnp.result_type(value, other.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Which arrays have a gradient: of what f closes over, the carry at any step, xs and ys.
+
+    XLA rounds as for `jax.lax.scan` if no others are computed, of ys also those that are zero.
+    """
+
+    consts: Flags
+    carry: Flags
+    xs: Flags
+    ys: Flags
+
+    def by(self, ys: Sequence[Any]) -> _Asked:
+        """Return the same, of the ys those whose gradients are not known to be zero."""
+        known = (isinstance(a, SymbolicZero) or a.dtype == jax.dtypes.float0 for a in ys)
+        return replace(self, ys=tuple(not zero for zero in known))
+
+    def __or__(self, other: _Asked) -> _Asked:
+        """Return the flags that one or the other has."""
+        both = zip(astuple(self), astuple(other), strict=True)
+        return _Asked(*(tuple(map(operator.or_, *pair)) for pair in both))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,16 +257,27 @@ class _Loop:
             adjoint, total, x_adjoints = made
             i = stop - 1 - m
             pulled: Any = pullback.pulled(fixed, row(residuals, i - first))
-            more, adjoint, x_adjoint = pulled((adjoint, self.row(given_y, i)))
-            total = tuple(a + b for a, b in zip(total, more, strict=True))
+            total, adjoint, x_adjoint = pulled((adjoint, self.row(given_y, i), total))
             return adjoint, total, self.put(x_adjoints, x_adjoint, i)
 
         done: Any = lax.fori_loop(0, stop - first, back, (adjoint, total, x_adjoints))
         return *done, residuals
 
-    def pullback(self, consts: Arrays) -> Pullback:
+    def asked(self, consts: Flags, carry: Flags, xs: Flags) -> _Asked:
+        """Return which arrays have a gradient, from those of the loop's that one is asked by."""
+        n_consts, n_carry = len(consts), len(carry)
+
+        def flat(*given: jax.Array) -> Arrays:
+            carry = given[-n_carry:] if n_carry else ()
+            return self.step(given[:n_consts], carry, given[n_consts : len(given) - n_carry])[0]
+
+        given: Any = *self.consts, *self.x_like
+        found = _settled(flat, given, self.carry, consts + xs, carry)
+        return _Asked(consts, found, xs, tuple(map(varies, self.y_like)))
+
+    def pullback(self, asked: _Asked, consts: Arrays) -> Pullback:
         """Return what the gradient of a step is computed from."""
-        return Pullback.of(partial(_pulled, self), consts, self.carry, self.x_like)
+        return Pullback.of(partial(_pulled, self, asked), consts, self.carry, self.x_like)
 
     def made(self, carry: Arrays, ys: Arrays) -> Any:
         """Return the last state and the ys as f returns them, their weak types, too."""
@@ -247,23 +287,14 @@ class _Loop:
         leaves, structure = jax.tree.flatten(trees)
         return structure.unflatten(map(weakened, leaves, self.weak))
 
-    def gradients(
-        self, total: Arrays, adjoint: Arrays, x_adjoints: Arrays
-    ) -> tuple[object, object, object]:
-        """Return gradients by what f closes over, state 0 and xs: None where there are none."""
-
-        def none(_: Any) -> None:
-            return None
-
-        made = zip((total, adjoint, x_adjoints), (self.consts, self.carry, self.xs), strict=True)
-        by_consts, by_carry, by_xs = (merged(some, arrays, none) for some, arrays in made)
-        return by_consts, by_carry, by_xs
-
     def run(
         self,
         site: Callable[[tuple[jax.ShapeDtypeStruct, ...]], Site],
         driven: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]],
-        driven_forward: Callable[[Arrays, Arrays, Arrays], tuple[tuple[Arrays, Arrays], Reverse]],
+        driven_forward: Callable[
+            [tuple[Flags, Flags, Flags], Arrays, Arrays, Arrays],
+            tuple[tuple[Arrays, Arrays], Reverse],
+        ],
     ) -> tuple[Arrays, Arrays]:
         """Return the last carry and the ys, with a gradient.
 
@@ -272,9 +303,12 @@ class _Loop:
         site : callable
             `site(residuals)` returns where the loop is in a program that is traced.
         driven, driven_forward : callable
-            Where none is, they run the loop: without a gradient, and to have one.
+            Where none is, they run the loop: without a gradient, and to have one by the arrays that
+            are flagged.
         """
-        pullbacks: list[tuple[Pullback, Site]] = []
+        # JAX may trace the forward sweep for other gradients before it asks for the reverse sweep
+        # of the first, so that this takes the gradients that any of them was asked for.
+        traced: list[tuple[_Asked, Site]] = []
         reverses: list[Reverse] = []
 
         def plain(*given: Arrays) -> tuple[Arrays, Arrays]:
@@ -284,26 +318,36 @@ class _Loop:
             consts, carry, xs = given
             return self.block((consts, xs), 0, self.steps, (carry, self.blank(self.steps)))
 
-        def forward(*given: Arrays) -> Any:
+        def forward(*marked: Any) -> Any:
+            given: Any = tuple(tuple(a.value for a in some) for some in marked)
+            flags: Any = tuple(
+                tuple(a.perturbed and varies(a.value) for a in some) for some in marked
+            )
             if not _traced(given):
-                found, reverse = driven_forward(*given)
+                found, reverse = driven_forward(flags, *given)
                 reverses[:] = [reverse]
                 return found, ()
             require_unmapped(sum(given, ()))
-            pullback = self.pullback(given[0])
-            made = site(pullback.like)
-            pullbacks[:] = [(pullback, made)]
-            return _forward(self, made, *given)
+            asked = self.asked(*flags)
+            traced.append((asked, site(self.pullback(asked, given[0]).like)))
+            return _forward(self, traced[-1][1], *given)
 
         def backward(kept: Any, cotangents: Any) -> Any:
             if not kept:
                 return reverses[0](cotangents)
-            return _reverse(self, *pullbacks[0], kept, cotangents)
+            asked = reduce(operator.or_, (one for one, _ in traced)).by(cotangents[1])
+            most = max((one for _, one in traced), key=lambda one: one.most_every)
+            return _reverse(self, asked, most, kept, cotangents)
 
         whole: Any = jax.custom_vjp(plain)
-        whole.defvjp(forward, backward)
+        whole.defvjp(forward, backward, symbolic_zeros=True)
         found: tuple[Arrays, Arrays] = whole(self.consts, self.carry, self.xs)
         return found
+
+
+def _is_of_loop(jaxpr: Any) -> bool:
+    """Whether a Jaxpr with a derivative of its own is that of a loop in a step."""
+    return f" at {__file__}:" in str(jaxpr.debug_info.func_src_info)
 
 
 def _traced(given: tuple[Arrays, ...]) -> bool:
@@ -325,15 +369,44 @@ def _require_alike(init: Any, carry: Any) -> None:
             )
 
 
-def _pulled(loop: _Loop, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Any]:
-    """Return the carry after a step, and its pullback."""
+def _pulled(
+    loop: _Loop, asked: _Asked, consts: Arrays, carry: Arrays, x: Arrays
+) -> tuple[Arrays, Any]:
+    """Return the carry after a step, and its pullback.
+
+    This takes the gradients so far by what f closes over as those by the same that a step returns,
+    so that those of its parts are added to them one by one, as in `jax.lax.scan`.
+    """
 
     def varied(consts_: Arrays, carry_: Arrays, x_: Arrays) -> Any:
-        after, y = loop.step(merged(consts_, consts), merged(carry_, carry), merged(x_, x))
-        return (varying(after), varying(y)), after
+        after, y = loop.step(
+            _exchanged(consts_, consts, asked.consts),
+            _exchanged(carry_, carry, asked.carry),
+            _exchanged(x_, x, asked.xs),
+        )
+        return (_chosen(after, asked.carry), _chosen(y, asked.ys), consts_), after
 
-    _, pulled, after = jax.vjp(varied, varying(consts), varying(carry), varying(x), has_aux=True)
+    given = map(_chosen, (consts, carry, x), (asked.consts, asked.carry, asked.xs))
+    _, pulled, after = jax.vjp(varied, *given, has_aux=True)
     return after, pulled
+
+
+def zeros_of(arrays: Arrays, flags: Flags) -> Arrays:
+    """Return what gradients by some arrays begin with."""
+    return tuple(map(jnp.zeros_like, _chosen(arrays, flags)))
+
+
+def gradients(
+    asked: _Asked, total: Arrays, adjoint: Arrays, x_adjoints: Arrays
+) -> tuple[object, object, object]:
+    """Return gradients by what f closes over, state 0 and xs: None where there are none."""
+    by_consts, by_carry, by_xs = (
+        _exchanged(some, (None,) * len(flags), flags)
+        for some, flags in zip(
+            (total, adjoint, x_adjoints), (asked.consts, asked.carry, asked.xs), strict=True
+        )
+    )
+    return by_consts, by_carry, by_xs
 
 
 def _forward(
@@ -355,15 +428,16 @@ def _forward(
 
 
 def _reverse(
-    loop: _Loop, pullback: Pullback, site: Site, kept: Any, cotangents: Any
+    loop: _Loop, asked: _Asked, site: Site, kept: Any, cotangents: Any
 ) -> tuple[object, object, object]:
     """Return the gradients by what f closes over, by state 0 and by the inputs."""
     run, every, token, witness, consts, first_carry, xs = kept
     like, n = loop.carry, loop.steps
-    given = tuple(one for one, a in zip(cotangents[0], like, strict=True) if varies(a))
-    given_y = tuple(a for a in cotangents[1] if a.dtype != jax.dtypes.float0)
+    given = _instantiated(_chosen(cotangents[0], asked.carry))
+    given_y = _chosen(cotangents[1], asked.ys)
     blocks = -(-n // every)
 
+    pullback = loop.pullback(asked, consts)
     fixed = pullback.fixed(consts)
 
     def run_on(k: jax.Array, made: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
@@ -382,7 +456,7 @@ def _reverse(
         made = adjoint, total, x_adjoints, residuals
         return token, *loop.turn(pullback, fixed, (consts, xs, given_y), (first, stop, carry), made)
 
-    zeros = tuple(map(jnp.zeros_like, varying(consts))), tuple(map(jnp.zeros_like, varying(xs)))
+    zeros = zeros_of(consts, asked.consts), zeros_of(xs, asked.xs)
     started = (token, given, *zeros, pullback.blank(site.most_every))
     _, adjoint, total, x_adjoints, _ = lax.fori_loop(0, blocks, turned, started)
-    return loop.gradients(total, adjoint, x_adjoints)
+    return gradients(asked, total, adjoint, x_adjoints)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core.primitives import convert_element_type_p
 
 from ..errors import ArgumentError, BudgetError
@@ -18,6 +19,8 @@ from ..support.units import format_bytes
 from .handlers import Arrays, Site, shaped
 
 MOST_STEPS = 2**31 - 1  # programs count steps in 32 bits
+Flags: TypeAlias = tuple[bool, ...]  # of some arrays, which have a gradient
+
 _LINE = 64
 _MOST_BUFFERS, _BUFFERS = 16 << 20, 4  # bytes of a stream's buffers at most; in records at least
 _LEAST_BLOCK = 128 << 10  # bytes of states a block stands for: a save costs microseconds
@@ -84,17 +87,65 @@ def varies(array: object) -> bool:
     return bool(jnp.issubdtype(cast(Any, array).dtype, jnp.inexact))
 
 
-def varying(arrays: Arrays) -> Arrays:
-    """Return the arrays that there are derivatives by."""
-    return tuple(filter(varies, arrays))
+def _chosen(arrays: Sequence[Any], flags: Flags) -> tuple[Any, ...]:
+    """Return those of some arrays that are flagged."""
+    return tuple(array for array, flag in zip(arrays, flags, strict=True) if flag)
 
 
-def merged(
-    some: Arrays, arrays: Arrays, rest: Callable[[jax.Array], object] = lambda array: array
-) -> Arrays:
-    """Return arrays with those that vary exchanged, the others as `rest` returns them."""
+def _exchanged(some: Sequence[Any], arrays: Sequence[Any], flags: Flags) -> tuple[Any, ...]:
+    """Return arrays with those that are flagged exchanged."""
     left = iter(some)
-    return cast(Arrays, tuple(next(left) if varies(a) else rest(a) for a in arrays))
+    return tuple(next(left) if flag else a for a, flag in zip(arrays, flags, strict=True))
+
+
+def _instantiated(adjoints: Sequence[Any]) -> Arrays:
+    """Return gradients of which JAX may know some to be zeros."""
+    return tuple(
+        jnp.zeros(a.shape, a.dtype) if isinstance(a, SymbolicZero) else a for a in adjoints
+    )
+
+
+def _reached(function: Callable[..., Sequence[Any]], arrays: Arrays, moved: Flags) -> Flags:
+    """Return which of a function's results have a tangent where some of its arguments have one."""
+    found: list[bool] = []
+    probe: Any = jax.custom_jvp(lambda *_: jnp.zeros(()))
+
+    def seen(_arrays: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        found[:] = [not isinstance(tangent, SymbolicZero) for tangent in tangents]
+        return jnp.zeros(()), jnp.zeros(())
+
+    probe.defjvp(seen, symbolic_zeros=True)
+
+    def run(*arrays: jax.Array) -> tuple[()]:
+        made: list[Any] = []
+
+        def probed(*some: jax.Array) -> Any:
+            made.extend(function(*_exchanged(some, arrays, moved)))
+            return probe(*made)
+
+        some = _chosen(arrays, moved)
+        jax.jvp(probed, some, tuple(map(jnp.zeros_like, some)))
+        found.extend([False] * (len(made) - len(found)))
+        return ()
+
+    jax.make_jaxpr(run)(*arrays)
+    return tuple(found)
+
+
+def _settled(
+    step: Callable[..., Sequence[Any]], given: Arrays, state: Arrays, fixed: Flags, first: Flags
+) -> Flags:
+    """Return which parts of a state have a tangent at some step, from those at the first.
+
+    `step(*given, *state)` returns the next state; `fixed` flags what is given.
+    """
+    found = first
+    while True:
+        after = _reached(step, (*given, *state), (*fixed, *found))
+        both = tuple(a or b for a, b in zip(found, after, strict=True))
+        if both == found:
+            return found
+        found = both
 
 
 def row(arrays: Arrays, i: jax.Array) -> Arrays:

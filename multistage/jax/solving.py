@@ -16,23 +16,36 @@ import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.custom_derivatives import SymbolicZero
 
 from ..backends.urls import TierName
 from ..errors import ArgumentError
 from ..model.budget import Budget
 from .handlers import Arrays, Site, opened, require_unmapped, save, shaped, typed, wide
-from .pullbacks import MOST_STEPS, Pullback, Tree, put, raw, row, site_of, stop_of, strong, varies
+from .pullbacks import (
+    MOST_STEPS,
+    Flags,
+    Pullback,
+    Tree,
+    _chosen,
+    _exchanged,
+    _instantiated,
+    _settled,
+    put,
+    raw,
+    row,
+    site_of,
+    stop_of,
+    strong,
+    varies,
+)
 
 _TESTED = {"diffrax": "0.7", "equinox": "0.13"}
-
-Flags: TypeAlias = tuple[bool, ...]
 
 
 def _require_tested() -> None:
@@ -154,41 +167,6 @@ class _At:
 # --- the loop ----------------------------------------------------------------------------------
 
 
-def _some(arrays: Sequence[Any], flags: Flags) -> tuple[Any, ...]:
-    return tuple(array for array, flag in zip(arrays, flags, strict=True) if flag)
-
-
-def _with(some: Sequence[Any], arrays: Sequence[Any], flags: Flags) -> tuple[Any, ...]:
-    left = iter(some)
-    return tuple(next(left) if flag else a for a, flag in zip(arrays, flags, strict=True))
-
-
-def _reached(function: Callable[..., Sequence[Any]], arrays: Arrays, moved: Flags) -> Flags:
-    """Return which of a function's results have a tangent where some of its arguments have one."""
-    found: list[bool] = []
-    probe: Any = jax.custom_jvp(lambda *_: jnp.zeros(()))
-
-    def seen(_arrays: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        found[:] = [not isinstance(tangent, SymbolicZero) for tangent in tangents]
-        return jnp.zeros(()), jnp.zeros(())
-
-    probe.defjvp(seen, symbolic_zeros=True)
-
-    def run(*some: jax.Array) -> tuple[()]:
-        made: list[Any] = []
-
-        def probed(*some: jax.Array) -> Any:
-            made.extend(function(*_with(some, arrays, moved)))
-            return probe(*made)
-
-        jax.jvp(probed, some, tuple(map(jnp.zeros_like, some)))
-        found.extend([False] * (len(made) - len(found)))
-        return ()
-
-    jax.eval_shape(run, *_some(arrays, moved))
-    return tuple(found)
-
-
 @dataclass(frozen=True, slots=True)
 class _While:
     """A loop: whether it goes on, and its step, as functions of what its program takes."""
@@ -249,22 +227,17 @@ class _While:
         self, arrays: Any, consts: Flags, carry: Flags, buffers: Flags
     ) -> tuple[Flags, Flags]:
         """Return which parts of a state have a gradient at some step, from those at the first."""
-        sizes = len(consts), len(carry)
+        n_consts, n_carry = len(consts), len(carry)
 
         def flat(*given: Any) -> Sequence[Any]:
-            consts, rest = given[: sizes[0]], given[sizes[0] :]
-            going = self.going(consts, rest[: sizes[1]])
-            after, buffers = self.step(going, consts, rest[: sizes[1]], rest[sizes[1] :])
+            consts, carry = given[:n_consts], given[n_consts : n_consts + n_carry]
+            going = self.going(consts, carry)
+            after, buffers = self.step(going, consts, carry, given[n_consts + n_carry :])
             return (*after, *buffers)
 
-        given = tuple(a for some in arrays for a in some)
-        found: Flags = (*carry, *buffers)
-        while True:
-            after = _reached(flat, given, (*consts, *found))
-            both = tuple(a or b for a, b in zip(found, after, strict=True))
-            if both == found:
-                return found[: sizes[1]], found[sizes[1] :]
-            found = both
+        given, *state = arrays
+        found = _settled(flat, given, sum(state, ()), consts, carry + buffers)
+        return found[:n_carry], found[n_carry:]
 
     def pull(
         self, flags: tuple[Flags, Flags, Flags], consts: Arrays, carry: Arrays
@@ -275,13 +248,13 @@ class _While:
         def varied(some: Arrays, carry_: Arrays, buffers: Arrays) -> Any:
             after, made = self.step(
                 going,
-                _with(some, consts, flags[0]),
-                _with(carry_, carry, flags[1]),
-                _with(buffers, blank, flags[2]),
+                _exchanged(some, consts, flags[0]),
+                _exchanged(carry_, carry, flags[1]),
+                _exchanged(buffers, blank, flags[2]),
             )
-            return (_some(after, flags[1]), _some(made, flags[2])), after
+            return (_chosen(after, flags[1]), _chosen(made, flags[2])), after
 
-        given = map(_some, (consts, carry, blank), flags)
+        given = map(_chosen, (consts, carry, blank), flags)
         _, pulled, after = jax.vjp(varied, *given, has_aux=True)
         return _kept(going, after, carry), (going, pulled)
 
@@ -307,11 +280,11 @@ def _while_loop(
     is_buffer: Flags = tuple(jax.tree.leaves(marks))
     leaves = list(map(strong, leaves))
     of_carry = tuple(not flag for flag in is_buffer)
-    carry, rows = _some(leaves, of_carry), _some(leaves, is_buffer)
+    carry, rows = _chosen(leaves, of_carry), _chosen(leaves, is_buffer)
 
     def state(going: Any, given: Sequence[Any]) -> Any:
         held = [_Buffer(array, going) for array in given[len(carry) :]]
-        return structure.unflatten(_with(given, _with(held, leaves, is_buffer), of_carry))
+        return structure.unflatten(_exchanged(given, _exchanged(held, leaves, is_buffer), of_carry))
 
     def cond(*given: Any) -> jax.Array:
         return jnp.asarray(cond_fun(state(True, given)))
@@ -321,7 +294,10 @@ def _while_loop(
         after: Any
         made, after = jax.tree.flatten(body_fun(state(going, given)), is_leaf=_is_buffer)
         assert after == structure
-        return [*map(strong, _some(made, of_carry)), *(one.array for one in _some(made, is_buffer))]
+        return [
+            *map(strong, _chosen(made, of_carry)),
+            *(one.array for one in _chosen(made, is_buffer)),
+        ]
 
     given = carry + rows
     cond_jaxpr: Any = jax.make_jaxpr(cond)(*given)
@@ -340,7 +316,7 @@ def _while_loop(
     raw_consts = const_tree.raw(tuple(map(jnp.asarray, consts)))
     last, rows = _solved(loop, memory, tier, raw_consts, carry_tree.raw(carry), rows)
     return structure.unflatten(
-        _with(carry_tree.leaves(last), _with(rows, leaves, is_buffer), of_carry)
+        _exchanged(carry_tree.leaves(last), _exchanged(rows, leaves, is_buffer), of_carry)
     )
 
 
@@ -421,10 +397,7 @@ def _reverse(kept: Any, cotangents: Any) -> tuple[Any, ...]:
     flags: Any = tuple(tuple(map(any, zip(*some, strict=True))) for some in of_all)
     pullback = Pullback.of(partial(loop.pull, flags), consts, like)
     most_every = max(one.site.most_every for one in sweep.traced)
-    given, of_rows = (
-        tuple(jnp.zeros(a.shape, a.dtype) if isinstance(a, SymbolicZero) else a for a in some)
-        for some in map(_some, cotangents, flags[1:])
-    )
+    given, of_rows = map(_instantiated, map(_chosen, cotangents, flags[1:]))
     fixed = pullback.fixed(consts)
 
     def run_on(k: jax.Array, made: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
@@ -459,12 +432,12 @@ def _reverse(kept: Any, cotangents: Any) -> tuple[Any, ...]:
         done = lax.fori_loop(0, stop - first, back, (adjoint, total))
         return token, *done, residuals
 
-    zeros = tuple(map(jnp.zeros_like, _some(consts, flags[0])))
+    zeros = tuple(map(jnp.zeros_like, _chosen(consts, flags[0])))
     started = token, given, zeros, pullback.blank(most_every)
     _, adjoint, total, _ = lax.fori_loop(0, blocks, turned, started)
     gradients = total, adjoint, of_rows
     return tuple(
-        _with(a, (None,) * len(some), some) for a, some in zip(gradients, flags, strict=True)
+        _exchanged(a, (None,) * len(some), some) for a, some in zip(gradients, flags, strict=True)
     )
 
 

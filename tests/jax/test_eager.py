@@ -80,7 +80,23 @@ def powers(scan, w, xs=None, **options):
     return scan(lambda c, x: (w * c, c.sum()), C0, xs, **options)
 
 
+def twice(scan, w, c, xs, part):
+    """Use what is closed over in several places of a step, and a part of what the loop returns."""
+
+    def step(c, x):
+        h = jnp.sin(w @ c + x)
+        return h * jnp.cos(w @ h + x), (c * x).sum()
+
+    last, ys = scan(step, c, xs)
+    return (last.sum(), (ys**2).sum())[part]
+
+
 CASES = {
+    "a part of the results": lambda scan: [
+        jax.grad(partial(twice, scan, part=part), argnums=argnums)(W, C0, XS)
+        for part in (0, 1)
+        for argnums in ((0, 1, 2), 1)
+    ],
     "arrays": lambda scan: gradient(scan)(W, C0, XS),
     "reverse": lambda scan: gradient(scan, reverse=True)(W, C0, XS),
     "values": lambda scan: jax.value_and_grad(partial(loss, scan))(W, C0, XS),

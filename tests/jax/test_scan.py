@@ -100,6 +100,17 @@ def mutating(ref):
     return ours()(step, C0, XS)
 
 
+def twice(scan, w, c, xs, part):
+    """Use what is closed over in several places of a step, and a part of what the loop returns."""
+
+    def step(c, x):
+        h = jnp.sin(w @ c + x)
+        return h * jnp.cos(w @ h + x), (c * x).sum()
+
+    last, ys = scan(step, c, xs)
+    return (last.sum(), (ys**2).sum())[part]
+
+
 def powers(scan, w, **options):
     return scan(lambda c, x: (w * c, c.sum()), C0, **options)
 
@@ -163,6 +174,10 @@ CASES = {
     "named axis": lambda scan: jax.jit(
         jax.vmap(partial(gradient_of_sums, scan), axis_name="batch")
     )(jnp.stack([C0, 2 * C0, 3 * C0])),
+    "a part of the results": lambda scan: [
+        jax.jit(jax.grad(partial(twice, scan, part=part), argnums=(0, 1)))(W, C0, XS)
+        for part in (0, 1)
+    ],
     "no gradient": lambda scan: jax.jit(lambda w: powers(scan, w, length=9))(1.1),
 }
 
@@ -461,6 +476,25 @@ CALLED_OFTEN = {
 @pytest.mark.parametrize("case", CALLED_OFTEN)
 def test_one_forward_sweep_serves_any_number_of_reverse_sweeps(case):
     same(CALLED_OFTEN[case](ours()), CALLED_OFTEN[case](jax.lax.scan))
+
+
+def test_gradients_that_are_not_asked_for_are_not_computed():
+    def text(scan, argnums):
+        traced = jax.make_jaxpr(jax.grad(partial(twice, scan, part=0), argnums=argnums))(W, C0, XS)
+        return str(traced).count("dot_general")
+
+    frozen, all_of_them = (text(ours(), argnums) for argnums in (1, (0, 1, 2)))
+    assert frozen == all_of_them - 2, "the outer products"
+
+
+def test_pullbacks_of_one_program_by_several_arguments_do_not_meet():
+    def pulls(scan):
+        run = jax.jit(partial(loss, scan))
+        by_w = jax.vjp(lambda w: run(w, C0, XS), W)[1]
+        by_c = jax.vjp(lambda c: run(W, c, XS), C0)[1]
+        return by_w(1.0), by_c(1.0), by_w(2.0)
+
+    same(pulls(ours()), pulls(jax.lax.scan))
 
 
 def test_nothing_has_run_yet():
