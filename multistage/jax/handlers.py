@@ -289,7 +289,7 @@ class Site:
 
         `numbers` are run, token, k, the steps of the run and those of a block; `first` is state 0,
         which is there always: a pullback can be called again, or by an outer loop that JAX has
-        moved its forward sweep out of.
+        moved its forward sweep out of.  Of run 0, one is forgotten that nothing was loaded of.
         """
         number = shaped((), jnp.uint32), shaped((), jnp.int32)
 
@@ -327,6 +327,24 @@ def require_unmapped(arrays: Arrays) -> None:
 
 # The steps of a batch are taken together, so that a run, its token and its blocks are never
 # batched; a witness, an array of the shape of the batch, has a load know it.
+
+
+def _one(*numbers: jax.Array) -> Arrays:
+    return numbers
+
+
+_shared: Any = custom_vmap(_one)
+"""Return numbers of a run, zeros if no member of a batch has run it.
+
+`jax.lax.cond` of a batch is a select, and leaves zeros with the members of the other branch.
+"""
+
+
+@_shared.def_vmap  # type: ignore[untyped-decorator]
+def _shared_batch(_size: int, batched: list[bool], *numbers: jax.Array) -> tuple[Any, Any]:
+    pairs = zip(numbers, batched, strict=True)
+    made = _shared(*(a.max(axis=0) if is_batched else a for a, is_batched in pairs))
+    return made, (False,) * len(numbers)
 
 
 def typed(arrays: Arrays, like: Arrays) -> Arrays:

@@ -26,7 +26,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from ..errors import ArgumentError
-from .handlers import Arrays, Site, require_unmapped, save, shaped, typed
+from .handlers import Arrays, Site, _shared, require_unmapped, save, shaped, typed
 from .pullbacks import (
     Flags,
     Pullback,
@@ -432,10 +432,13 @@ def _reverse(
 ) -> tuple[object, object, object]:
     """Return the gradients by what f closes over, by state 0 and by the inputs."""
     run, every, token, witness, consts, first_carry, xs = kept
-    like, n = loop.carry, loop.steps
+    like = loop.carry
+    run, every, token = _shared(run, every, token)
+    n = jnp.where(every > 0, jnp.int32(loop.steps), jnp.int32(0))
+    every = jnp.maximum(every, 1)
     given = _instantiated(_chosen(cotangents[0], asked.carry))
     given_y = _chosen(cotangents[1], asked.ys)
-    blocks = -(-n // every)
+    blocks = jnp.maximum(-(-n // every), 1)
 
     pullback = loop.pullback(asked, consts)
     fixed = pullback.fixed(consts)
@@ -449,7 +452,7 @@ def _reverse(
         token, adjoint, total, x_adjoints, residuals = made
         b = blocks - 1 - j
         first, stop = b * every, stop_of(b, every, n)
-        numbers = run, token, b, jnp.int32(n), every
+        numbers = run, token, b, n, every
         token, found, carry = site.load(numbers, witness, typed(first_carry, like))
         token, carry = lax.fori_loop(found, b, run_on, (token, carry))  # none if it was there
 

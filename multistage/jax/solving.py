@@ -26,7 +26,7 @@ from jax.custom_batching import custom_vmap
 from ..backends.urls import TierName
 from ..errors import ArgumentError
 from ..model.budget import Budget
-from .handlers import Arrays, Site, opened, require_unmapped, save, shaped, typed, wide
+from .handlers import Arrays, Site, _shared, opened, require_unmapped, save, shaped, typed, wide
 from .pullbacks import (
     MOST_STEPS,
     Flags,
@@ -393,6 +393,8 @@ def _reverse(kept: Any, cotangents: Any) -> tuple[Any, ...]:
     """Return the gradients by what the loop closes over, by its first state and its buffers."""
     sweep, run, every, n, blocks, token, witness, consts, first_carry = kept
     loop, like = sweep.loop, sweep.pullback.given[0]
+    run, every, n, blocks, token = _shared(run, every, n, blocks, token)
+    every, blocks = jnp.maximum(every, 1), jnp.maximum(blocks, 1)
     of_all = zip(*(one.flags for one in sweep.traced), strict=True)
     flags: Any = tuple(tuple(map(any, zip(*some, strict=True))) for some in of_all)
     pullback = Pullback.of(partial(loop.pull, flags), consts, like)

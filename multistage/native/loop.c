@@ -191,21 +191,25 @@ static void remove_run(run_t *r)
     free(r->keys), free(r);
 }
 
-/* Forget the oldest run that no call is at: 1, or 0 if there is none. */
-static int evict(void)
+static void forget(run_t *r)
 {
-    run_t *r = oldest;
-    while (r && r->busy)
-        r = r->newer;
-    if (!r)
-        return 0;
     if (r->engine) {
         pthread_mutex_lock(&r->engine->lock);
         drop_all(r);
         pthread_mutex_unlock(&r->engine->lock);
     }
     remove_run(r);
-    return 1;
+}
+
+/* Forget the oldest run that no call is at: 1, or 0 if there is none. */
+static int evict(void)
+{
+    run_t *r = oldest;
+    while (r && r->busy)
+        r = r->newer;
+    if (r)
+        forget(r);
+    return r != NULL;
 }
 
 static int same_site(const site_t *s, const char *folder, int64_t length, const loop_options_t *o)
@@ -243,6 +247,17 @@ static int64_t interval(const site_t *s)
     return max64(s->o.least_every, min64(most, least));
 }
 
+/* Forget the newest run of a site that nothing was asked of: its number is lost, since no member of
+ * a batch has taken the branch that has it.  Of another run that is meant nothing is lost but time. */
+static void abandon(const site_t *s)
+{
+    run_t *r = newest;
+    while (r && (r->busy || r->turn_ns || r->site != s))
+        r = r->older;
+    if (r)
+        forget(r);
+}
+
 static void in_child(void) { forked = 1; }
 
 /* A run with that number, in the tables, which are locked; NULL if there is no memory. */
@@ -275,7 +290,8 @@ int64_t ms_loop_begin(const char *folder, int64_t length, const loop_options_t *
     if (!watched)
         watched = !pthread_atfork(NULL, NULL, in_child);
     site_t *s = find_site(folder, length, options);
-    *run = next_run++ & UINT32_MAX; /* as programs hold it */
+    next_run += !(next_run & UINT32_MAX); /* 0 is no number */
+    *run = next_run++ & UINT32_MAX;       /* as programs hold it */
     *every = s ? interval(s) : 1;
     const run_t *r = enter_run(s, *run, *every);
     pthread_mutex_unlock(&tables);
@@ -485,6 +501,8 @@ int64_t ms_loop_load(const char *folder, int64_t length, const loop_options_t *o
     if (forked)
         return ECHILD;
     pthread_mutex_lock(&tables);
+    if (!asked->run)
+        abandon(find_site(folder, length, options));
     run_t *r = find_run(asked->run);
     if (!r && asked->k) { /* it has ended, or was forgotten */
         r = enter_run(find_site(folder, length, options), asked->run, asked->every);

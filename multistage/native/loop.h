@@ -48,8 +48,9 @@ typedef struct {
     int64_t found; /* the answer: before which block it is; of state 0 nothing is copied */
 } loop_load_t;
 
-/* Load a state into memory of the caller's.  A run that is not there begins at this site.  Returns 0
- * or an errno. */
+/* Load a state into memory of the caller's.  A run that is not there begins at this site.  Of
+ * number 0, a run of this site is forgotten whose number the caller has lost.  Returns 0 or an
+ * errno. */
 EXPORT int64_t ms_loop_load(const char *folder, int64_t length, const loop_options_t *options,
                             loop_load_t *load, const piece_t *pieces, int64_t n_pieces);
 /* The run that ended last: 1, or 0 if none has. */
