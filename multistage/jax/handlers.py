@@ -316,6 +316,13 @@ def _refuse_again(_primals: object, _tangents: object) -> NoReturn:
     )
 
 
+def require_first(arrays: Arrays) -> None:
+    """Raise ArgumentError where a derivative is taken of a derivative."""
+    first: Any = jax.custom_jvp(lambda *_: None)
+    first.defjvp(_refuse_again)
+    first(*arrays)
+
+
 def require_unmapped(arrays: Arrays) -> None:
     """Raise ArgumentError for arrays of `shard_map`, whose devices would have a run each."""
     if any(jax.typeof(array).manual_axis_type.varying for array in arrays):

@@ -26,7 +26,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from ..errors import ArgumentError
-from .handlers import Arrays, Site, _shared, require_unmapped, save, shaped, typed
+from .handlers import Arrays, Site, _shared, require_first, require_unmapped, save, shaped, typed
 from .pullbacks import (
     Flags,
     Pullback,
@@ -67,6 +67,38 @@ def _promoted(value: Any, other: Any) -> Any:
     if not jax.typeof(value).weak_type or value.dtype == other.dtype:
         return value
     return lax.convert_element_type(value, jnp.result_type(value, other.dtype))
+
+
+def _pair_of(made: object) -> tuple[Any, Any]:
+    """Return what f has returned.  Raises TypeError if it is no pair."""
+    if isinstance(made, tuple | list) and len(made) == 2:
+        return made[0], made[1]
+    told = f"{len(made)} things" if isinstance(made, tuple | list) else type(made).__name__
+    raise TypeError(
+        f"f returns {told}; it must return a pair, the carry and the y of a step, or None for none"
+    )
+
+
+def _as_arrays(tree: Any, what: str) -> Any:
+    """Return a tree of arrays.  Raises TypeError, or ArgumentError for one that is gone."""
+
+    def array(path: Any, leaf: Any) -> jax.Array:
+        at = jax.tree_util.keystr(path)
+        known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        if known and leaf.is_deleted():
+            raise ArgumentError(
+                f"{what} holds an array{at and f' at {at}'} that was donated or deleted; pass what "
+                "replaced it, or a copy"
+            )
+        try:
+            return jnp.asarray(leaf)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"{what} holds a {type(leaf).__name__}{at and f' at {at}'}, which is no array of "
+                "JAX; let f close over it"
+            ) from error
+
+    return jax.tree_util.tree_map_with_path(array, tree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +164,9 @@ class _Loop:
         y_trees = []
 
         def traced(carry: Any, x: Any) -> Any:
-            carry, y = f(carry, x)
-            y_trees.append(Tree(jax.tree.map(jnp.asarray, y)))
+            carry, y = _pair_of(f(carry, x))
+            _as_arrays(carry, "the carry that f returns")
+            y_trees.append(Tree(_as_arrays(y, "the y that f returns")))
             return carry, y
 
         x = jax.tree.map(lambda a: shaped(a.shape[1:], a.dtype, weak=is_weak(jax.typeof(a))), xs)
@@ -327,6 +360,7 @@ class _Loop:
                 found, reverse = driven_forward(flags, *given)
                 reverses[:] = [reverse]
                 return found, ()
+            require_first(sum(given, ()))
             require_unmapped(sum(given, ()))
             asked = self.asked(*flags)
             traced.append((asked, site(self.pullback(asked, given[0]).like)))

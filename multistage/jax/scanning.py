@@ -14,7 +14,7 @@ from ..model.budget import Budget
 from ..planners import Plan, Planner
 from .eager import Driven
 from .handlers import Site, opened
-from .loop import _Loop
+from .loop import _as_arrays, _Loop, _pair_of
 from .pullbacks import MOST_STEPS, site_of
 
 Carry = TypeVar("Carry")
@@ -83,7 +83,8 @@ def scan(
     Raises
     ------
     ArgumentError
-        For xs of different lengths, a mutable Ref that f closes over, arrays on several devices.
+        For xs of different lengths, a mutable Ref that f closes over, arrays on several devices or
+        that were donated.
         Inside `jit`: for what is only done outside of it, a tier that cannot be used inside a
         program, arrays whose elements are smaller than a byte, another device than a CPU, or
         without the C core.
@@ -92,7 +93,8 @@ def scan(
     StoreError
         If the tier cannot be used.  All of them before the loop runs.
     TypeError
-        If f returns a carry of another structure, shape or dtype than it is given.
+        If f returns no pair, or a carry of another structure, shape or dtype than it is given; for
+        leaves that are no arrays.
 
     Notes
     -----
@@ -126,8 +128,7 @@ def scan(
     3.000 0.167
     """
     budget = Budget.parse(memory)
-    init = jax.tree.map(jnp.asarray, init)
-    xs = jax.tree.map(jnp.asarray, xs)
+    init, xs = _as_arrays(init, "init"), _as_arrays(xs, "xs")
     n = _length(xs, length, known=until is None)
     if until is not None and reverse:
         raise ArgumentError("until= finds the last step, where reverse=True would begin; flip xs")
@@ -146,11 +147,15 @@ def scan(
 def _length(xs: Any, length: int | None, *, known: bool) -> int:
     """Return the number of steps, or the most if it is not known.  Raises ArgumentError."""
     lengths = {jnp.shape(leaf)[0] if jnp.ndim(leaf) else -1 for leaf in jax.tree.leaves(xs)}
+    if -1 in lengths:
+        raise ArgumentError("xs holds a scalar; each of its arrays has a row for each step")
     if length is not None:
         lengths.add(int(length))
-    if not (lengths or known):
+    if not lengths:
+        if known:
+            raise ArgumentError("xs holds no arrays; give the number of steps, length=")
         return MOST_STEPS
-    if len(lengths) != 1 or min(lengths) < 0:
+    if len(lengths) > 1 or min(lengths) < 0:
         raise ArgumentError(
             f"xs and length= give the lengths {sorted(lengths)}; they must give one, at least 0"
         )
@@ -163,7 +168,7 @@ def _asking(f: Callable[..., Any], until: Callable[..., object]) -> Callable[...
     """Return f with another y: whether its step was the last."""
 
     def step(carry: Any, x: Any) -> Any:
-        carry, y = f(carry, x)
+        carry, y = _pair_of(f(carry, x))
         ended = jnp.asarray(cast(Any, until(carry)))
         if ended.shape:
             raise ArgumentError(

@@ -408,6 +408,14 @@ REFUSED = {
         lambda: run_on(ours(), until=lambda c: True, reverse=True),
         "flip xs",
     ),
+    "a second derivative without a tier": (
+        lambda: jax.hessian(lambda w: loss(ours(), w, C0, XS))(W),
+        "first derivatives",
+    ),
+    "a gradient of a gradient": (
+        lambda: jax.grad(lambda c: jax.grad(lambda c: loss(ours(), W, c, XS))(c).sum())(C0),
+        "first derivatives",
+    ),
     "another second derivative": (
         lambda: jax.hessian(lambda w: loss(ours(tiers="memory:"), w, C0, XS))(W),
         "first derivatives",

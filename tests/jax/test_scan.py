@@ -124,6 +124,12 @@ def in_a_branch(scan, branches):
     return jax.jit(jax.vmap(jax.grad(run, argnums=1)))(jnp.asarray(branches), many)
 
 
+def donated():
+    array = jnp.ones(3)
+    array.delete()
+    return array
+
+
 def powers(scan, w, **options):
     return scan(lambda c, x: (w * c, c.sum()), C0, **options)
 
@@ -362,6 +368,37 @@ REFUSED = {
         lambda: mutating(jax.new_ref(C0)),
         ArgumentError,
         "closes over a mutable Ref",
+    ),
+    "three things": (
+        lambda: ours()(lambda c, x: (c, x, x), C0, XS),
+        TypeError,
+        "f returns 3 things; it must return a pair",
+    ),
+    "no pair": (lambda: ours()(lambda c, x: c, C0, XS), TypeError, "it must return a pair"),
+    "a carry of text": (
+        lambda: ours()(lambda c, x: (c, None), {"h": C0, "name": "rod"}, XS),
+        TypeError,
+        r"init holds a str at \['name'\], which is no array",
+    ),
+    "a y of text": (
+        lambda: ours()(lambda c, x: (c, "rod"), C0, XS),
+        TypeError,
+        "the y that f returns holds a str, which is no array",
+    ),
+    "a carry that was donated": (
+        lambda: ours()(lambda c, x: (c, None), [donated()], XS),
+        ArgumentError,
+        r"init holds an array at \[0\] that was donated or deleted",
+    ),
+    "xs of scalars": (
+        lambda: ours()(lambda c, x: (c, None), C0, (XS, 1.0)),
+        ArgumentError,
+        "xs holds a scalar",
+    ),
+    "xs of no arrays": (
+        lambda: ours()(lambda c, x: (c, None), C0, {}),
+        ArgumentError,
+        "xs holds no arrays; give the number of steps, length=",
     ),
     "two lengths": (
         lambda: ours()(lambda c, x: (c, None), C0, (XS, XS[:3])),
