@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from chains import CHAINS, raw, store_all
 from unequal_chains import KINDS, Case
 
+from benchmarks.late_tier import Clock, VirtualStore
 from multistage import (
     Blocks,
     Costs,
@@ -24,7 +26,9 @@ from multistage import (
     reverse,
 )
 from multistage.errors import ArgumentError, StateError
+from multistage.execute.executor import Executor
 from multistage.model import functionals
+from multistage.reversing import uniform
 
 N = 13
 COSTS = Costs(1.0, 2.0, tiers=(Tier("memory", 1.5, 1.5),))
@@ -374,6 +378,48 @@ def test_the_plan_knows_the_adjoint_steps_of_all(planner: str) -> None:
     if planner not in ("auto", "streaming"):  # where a busy tier takes fewer states
         assert sum(i >= 0 for i in ran) == made.forward_steps
     assert [i for i in ran if i < 0] == [~i for i in reversed(range(N)) for _ in range(k)]
+
+
+@pytest.mark.parametrize(("slots", "write_s"), [(5, 2.0), (10, 1.0), (10, 5.0), (8, 40.0)])
+@pytest.mark.parametrize("reverse_s", [0.5, 2.0])
+def test_one_sweep_takes_the_forward_plan_and_the_adjoint_steps(
+    slots: int, write_s: float, reverse_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In virtual time, on a tier as fast as planned for: no more than one sweep's and theirs."""
+    n, one = 200, Costs(1.0, reverse_s, state_bytes=72, tiers=(Tier("slow", write_s, write_s),))
+    took: dict[int, float] = {}
+    for k in (1, 3, 5):
+        clock, ran = Clock(), [0, 0]
+        store = VirtualStore(clock)
+        store.rate = 72 / write_s
+
+        def step(x: Any, i: int, clock: Clock = clock, ran: list[int] = ran) -> Any:
+            clock.sleep(1.0)
+            ran[0] += 1
+            return np.sin(x)
+
+        def back(x: Any, a: Any, i: int, clock: Clock = clock, ran: list[int] = ran) -> Any:
+            clock.sleep(reverse_s)
+            ran[1] += 1
+            return np.cos(x) * a
+
+        monkeypatch.setattr(uniform, "Executor", partial(Executor, clock=clock))
+        with Reversal(
+            step, back, n, memory=f"{slots} slots", tiers=store, costs=one, functionals=k,
+            planner="streaming",
+        ) as run:  # fmt: skip
+            run.forward(START)
+            run.reverse([SEEDS[0]] * k)
+            made = run.report().plan
+        made_for = replace(one, reverse_step_s=k * reverse_s)
+        expected = plan(made_for, f"{slots} slots", n, "streaming", progress=False)
+        assert made.makespan_s == expected.makespan_s
+        assert made.writes > 0
+        assert ran == [made.forward_steps, k * n]
+        assert clock.now == pytest.approx(made.makespan_s)
+        took[k] = clock.now
+    for k in (3, 5):
+        assert took[k] <= 1.001 * (took[1] + (k - 1) * n * reverse_s)
 
 
 def test_costs_are_one_functionals_and_go_from_run_to_run() -> None:
