@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_390,
+    "package_lines": 61_424,
     "classes": 479,
-    "functions": 3917,
+    "functions": 3918,
     "files_under_60": 4,
-    "import_lines": 3518,
+    "import_lines": 3520,
     "twins": 0,
-    "test_lines": 57_061,
+    "test_lines": 57_087,
 }
 
 

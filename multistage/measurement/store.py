@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -105,15 +105,34 @@ def _probe_levels(
         probe_store, layout=layout, seconds=seconds / 2, most=most, arrays=arrays, at_once=at_once
     )
     upper, lower = (probe(level, sweep_s=sweep_s) for level in store.levels)
-    share_s = sweep_s / max(1, upper.capacity_states or 0)
-    return Tier(
+    found = of_levels(upper, lower, sweep_s / max(1, upper.capacity_states or 0))
+    return replace(
+        found,
         name=store.name,
-        write_s=max(upper.write_s, min(lower.write_s, share_s)),
-        read_s=max(upper.read_s, min(lower.read_s, share_s)),
-        write_overhead_s=upper.write_overhead_s,
-        read_overhead_s=max(upper.read_overhead_s, lower.read_overhead_s),
         capacity_states=store.capacity_states(layout),
         queue_depth=store.queue_depth,
+    )
+
+
+def of_levels(upper: Tier, lower: Tier, share_s: float = math.inf) -> Tier:
+    """Return what two levels do together, each measured by itself: the slower each way.
+
+    `share_s` bounds the seconds of a state below.  Name and capacity are those of the upper.
+
+    Examples
+    --------
+    >>> upper, lower = Tier.of_rates(100.0, 50.0), Tier.of_rates(20.0, 70.0)
+    >>> found = of_levels(upper, lower)
+    >>> found.write_bytes_per_s, found.read_bytes_per_s
+    (20.0, 50.0)
+    """
+    return replace(
+        upper,
+        write_s=max(upper.write_s, min(lower.write_s, share_s)),
+        read_s=max(upper.read_s, min(lower.read_s, share_s)),
+        write_bytes_per_s=min(upper.write_bytes_per_s, lower.write_bytes_per_s),
+        read_bytes_per_s=min(upper.read_bytes_per_s, lower.read_bytes_per_s),
+        read_overhead_s=max(upper.read_overhead_s, lower.read_overhead_s),
     )
 
 

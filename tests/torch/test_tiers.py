@@ -859,6 +859,30 @@ def test_a_share_of_a_bandwidth_is_measured_and_kept(monkeypatch: pytest.MonkeyP
     used.close()
 
 
+@pytest.mark.parametrize("upper", ["1MiB", "3MiB"])
+def test_a_cascade_is_measured_by_its_levels(upper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a level by its share: the upper one took all that was sent, at its own rate."""
+    used = tiered.Tiered([f"memory:{upper}?share=2 > memory:4MiB?share=8"])
+    monkeypatch.setattr(tiered, "_PROBE_S", 0.01)
+    opened: list[Any] = []
+    one_round = tiered._round
+
+    def carried(lane: Any, records: Any, load: Any) -> tuple[Carried, Carried]:
+        opened.append(lane._store)
+        written, read = one_round(lane, records, load)
+        assert written.nbytes == read.nbytes == sum(len(record) for record in records) > 0
+        return Carried(800, 1, 1.0), Carried(1600, 1, 1.0)
+
+    monkeypatch.setattr(tiered, "_round", carried)
+    rates = used.measured(CPU, None)
+    assert (rates.write_bytes_per_s, rates.read_bytes_per_s) == (100.0, 200.0)
+    whole = used.tier(CPU, None).store
+    assert list(dict.fromkeys(opened)) == list(whole.levels)
+    assert rates.capacity_bytes is not None and rates.capacity_bytes >= 4 << 20
+    assert rates.name == whole.name
+    used.close()
+
+
 @pytest.mark.usefixtures("fast_tiers")
 def test_a_plan_that_is_hardly_slower_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = sequential(store())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -15,6 +16,7 @@ from ...backends.base import Store
 from ...backends.urls import TierName
 from ...errors import ArgumentError
 from ...measurement.seen import FirstRates
+from ...measurement.store import of_levels
 from ...model.tier import Tier
 from ...states.layout import Layout
 from .lane import Carried, ChainTier, TierLane
@@ -234,8 +236,20 @@ def _probed(tier: ChainTier, most_bytes: int) -> tuple[Tier, float]:
         How much longer computing takes meanwhile, less 1.
     """
     lane = tier.open()
-    count = max(1, min(_RECORDS, most_bytes // tier.page_bytes))
-    length = max(1, most_bytes // count)
+    store, page_bytes = tier.store, tier.page_bytes
+    pages = store.capacity_states(Layout.up_to(page_bytes))
+    # A record ends in a page that is not full.
+    capacity = None if pages is None else max(0, pages - 1) * page_bytes
+    if store.levels:
+        tier.close()  # it refuses what its upper level has no room for
+        levels = [_probed_alone(level, tier, most_bytes) for level in store.levels]
+        (upper, upper_slowdown), (lower, lower_slowdown) = levels
+        found = replace(of_levels(upper, lower), name=store.name, capacity_bytes=capacity)
+        return found, max(upper_slowdown, lower_slowdown)
+    if pages is not None:
+        most_bytes = max(1, min(most_bytes, pages * page_bytes))
+    count = max(1, min(_RECORDS, most_bytes // page_bytes))
+    length = max(min(page_bytes, most_bytes), most_bytes // count // page_bytes * page_bytes)
     drawn = torch.Generator(tier.device).manual_seed(0)  # the caller's stay as they are
     records = [
         torch.randint(0, 256, (length,), dtype=torch.uint8, device=tier.device, generator=drawn)
@@ -251,14 +265,21 @@ def _probed(tier: ChainTier, most_bytes: int) -> tuple[Tier, float]:
     # The first round is for memory that is touched for the first time.  The best one is hardly
     # in the way of other work: what that costs on average is no part of it.
     write, read = (max(each[way].bytes_per_s(0.0) or 0.0 for each in rounds[1:]) for way in (0, 1))
+    share = max(part.share for part in store.parts())
     rates = Tier.of_rates(
-        write_bytes_per_s=max(write / tier.store.share, 1.0),
-        read_bytes_per_s=max(read / tier.store.share, 1.0),
+        write_bytes_per_s=max(write / share, 1.0),
+        read_bytes_per_s=max(read / share, 1.0),
         latency_s=_latency(lane, records[0][:1]),
-        capacity_bytes=_capacity(tier.store, tier.page_bytes),
-        name=tier.store.name,
+        capacity_bytes=capacity,
+        name=store.name,
     )
     return rates, min(1.0, max(0.0, load.round_s() / alone.round_s() - 1))
+
+
+def _probed_alone(level: Store, whole: ChainTier, most_bytes: int) -> tuple[Tier, float]:
+    """Measure a level of a cascade, which is closed meanwhile."""
+    with contextlib.closing(ChainTier(level, whole.device, whole.page_bytes)) as tier:
+        return _probed(tier, most_bytes)
 
 
 class _Load:
@@ -295,12 +316,6 @@ class _Load:
     def round_s(self) -> float:
         """Return the seconds of a round, where nothing else on the machine was in its way."""
         return sorted(self._seconds)[len(self._seconds) // 4] if self._seconds else 1.0
-
-
-def _capacity(store: Store, page_bytes: int) -> int | None:
-    pages = store.capacity_states(Layout.up_to(page_bytes))
-    # A record ends in a page that is not full.
-    return None if pages is None else max(0, pages - 1) * page_bytes
 
 
 def _round(lane: TierLane, records: Sequence[Tensor], load: _Load) -> tuple[Carried, Carried]:
