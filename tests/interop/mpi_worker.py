@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,19 +21,32 @@ import numpy as np
 from mpi_part import Part, swept
 from mpi_wave import Wave
 
+from multistage import Reversal
 from multistage.backends import FileStore, Store
 from multistage.backends.medium import Medium
 from multistage.backends.testing import FaultyStore
 from multistage.errors import CheckpointWarning, MultistageError
 from multistage.execute.executor import Executor
-from multistage.interop import pyrevolve
+from multistage.interop import mpi, pyrevolve
 from multistage.interop.mpi import MPIReversal
+from multistage.measurement import chain, store
 from multistage.model.costs import Costs
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
+from multistage.reversing import uniform
 from multistage.states.layout import Layout
 
 N = 60
+# What measures, opens, starts and plans.
+CALLS: list[tuple[Any, str]] = [
+    (uniform, "FirstSteps"),
+    (chain, "probe_store"),
+    (mpi, "measure"),
+    (uniform, "measure"),
+    (uniform, "plan"),
+    (FileStore, "open"),
+    (threading.Thread, "start"),
+]
 DIFFERING = [(i, 1.0 + i % 7) for i in range(N)]  # seconds of each step
 COSTS = Costs(1e-4, 2e-4, state_bytes=10, tiers=(Tier("file", 2.5e-4, 2.5e-4),))
 
@@ -309,6 +323,57 @@ def dropin(comm: Any, folder: Path) -> dict[str, Any]:
     return found
 
 
+def shots(comm: Any, folder: Path) -> list[Any]:
+    """Shots of all ranks together, of one rank each, and of each rank by itself, some one more."""
+    from mpi4py import MPI
+
+    called: Counter[str] = Counter()
+
+    def counted(plain: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*given: Any, **options: Any) -> Any:
+            called[name] += 1
+            return plain(*given, **options)
+
+        return call
+
+    for owner, name in CALLS:
+        setattr(owner, name, counted(getattr(owner, name), name))
+    found = []
+    tiers, alone = f"file:{folder}?buffers=0", MPI.COMM_SELF
+    group = comm.Split(comm.Get_rank())
+    for of, make in (
+        (comm, partial(MPIReversal, comm=comm)),
+        (group, partial(MPIReversal, comm=group)),
+        (alone, Reversal),
+    ):
+        wave, counts, gradients = Wave(of), [], []
+        with make(wave.step, wave.adjoint_step, N, memory="6 slots", tiers=tiers) as run:
+            for _ in range(3 if of is comm else 3 + comm.Get_rank()):
+                before, wave = called.copy(), Wave(of)
+                run.use(wave.step, wave.adjoint_step)
+                run.forward(wave.start)
+                gradients.append(run.reverse(wave.seed))
+                counts.append(called - before)
+                assert wave.steps == run.report().counts.forward_steps
+        found.append((gradients, counts))
+    return found
+
+
+def shares(comm: Any, folder: Path) -> list[tuple[float, float]]:
+    """Two ranks measure at once; of six that share it, four are others."""
+    store._write = lambda *_: (comm.Barrier() or 0.25, 0.0, 4)  # type: ignore[assignment]
+    store._read = lambda *_: (comm.Barrier() or 0.5, 0.0)  # type: ignore[assignment]
+    found = []
+    for share in ("", "&share=2", "&share=6"):
+        wave = Wave(comm)
+        tier = f"file:{folder}?buffers=0{share}"
+        with MPIReversal(wave.step, wave.adjoint_step, N, memory="6 slots", tiers=tier) as run:
+            run.prepare(wave.start)
+            (rates,) = run.costs.tiers
+            found.append((rates.write_s, rates.read_s))
+    return found
+
+
 def unknown(comm: Any, folder: Path) -> list[Any]:
     """Nothing tells which ranks share the steps."""
     from mpi4py import MPI
@@ -343,6 +408,8 @@ def main(case: str, parent: str) -> None:
         "unequal": unequal,
         "dropin": dropin,
         "unknown": unknown,
+        "shots": shots,
+        "shares": shares,
     }
     (folder / "result").write_bytes(pickle.dumps(cases[case](comm, folder)))
 

@@ -84,6 +84,25 @@ def test_gradients_and_actions(ranks: int, tmp_path: Path) -> None:
             assert lost == reads or recovered > 0
 
 
+def test_a_second_shot_measures_opens_and_starts_nothing(tmp_path: Path) -> None:
+    """It may be planned for anew where costs have drifted, which is the machine's to say."""
+    found = results(2, "shots", tmp_path)
+    expected = store_all(N).tobytes()
+    for rank, kinds in enumerate(found):
+        for gradients, (first, *others) in kinds:
+            assert first["FirstSteps"] == 1 and first["probe_store"] and first["open"]
+            assert len(others) >= 2 and all(set(each) <= {"plan"} for each in others), rank
+            parts = [[gradient] for gradient in gradients]
+            if gradients is kinds[0][0]:
+                parts = [[one[0][0][k] for one in found] for k in range(3)]
+            assert all(whole(part).tobytes() == expected for part in parts)
+
+
+def test_ranks_measure_at_once_what_they_share(tmp_path: Path) -> None:
+    for rates in results(2, "shares", tmp_path):
+        assert rates == [(0.25, 0.5), (0.25, 0.5), (0.75, 1.5)]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_steps_that_differ_are_streamed_by_one_plan(ranks: int, tmp_path: Path) -> None:
