@@ -554,6 +554,8 @@ def _why_uncaptured(name: str, error: Exception) -> str:
     lines = [line.strip() for line in str(getattr(error, "msg", error)).splitlines()]
     explained = [x.removeprefix("Explanation:").strip() for x in lines if "Explanation:" in x]
     cause = next(filter(None, explained), lines[0])
+    if cause.endswith(":"):  # a list follows
+        cause = next((x.removeprefix("- ") for x in lines if x.startswith("- ")), cause)
     return (
         f"{name} cannot be captured whole{where}: {cause.rstrip('.')}; what runs outside of a "
         "graph would be beyond the memory limit: write this line with operations of torch, move "

@@ -998,3 +998,10 @@ def test_torch_func_beside_breaks_is_refused_and_leaves_hooks_on(inside: bool) -
         with pytest.raises(ArgumentError, match=r"by torch\.func, beside which"):
             model(torch.ones(4, 16))
         assert torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
+def test_a_call_inside_of_torch_func_says_so() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model = mst.compile(net, memory="1 MiB")
+    with pytest.raises(ArgumentError, match=r"cannot be captured whole: .*torch\.func\.grad"):
+        torch.func.grad(lambda x: model(x).sum())(torch.randn(3, 4))
