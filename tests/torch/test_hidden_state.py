@@ -271,3 +271,39 @@ def test_a_draw_that_a_cache_keeps_is_found_out(memory: str, unequal: bool) -> N
     x = torch.randn(STEPS, 2, WIDTH)
     with pytest.raises(StateError, match="returned other numbers when its first step"):
         mst.unroll(cell, x[0], x, memory=memory, unequal=unequal).state.sum().backward()
+
+
+class Dithered(torch.autograd.Function):
+    """Draws in its gradient, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.rand_like(gradient)
+
+
+@pytest.mark.parametrize("check", ["error", "off"])
+@pytest.mark.parametrize("unequal", [False, True])
+def test_a_draw_in_a_gradient_is_refused_where_steps_run_again(check: Any, unequal: bool) -> None:
+    weight = torch.ones(WIDTH, requires_grad=True)
+
+    def cell(h: Tensor, x: Tensor) -> Tensor:
+        return Dithered.apply(torch.tanh(h * weight + x))
+
+    def gradient(**options: Any) -> Tensor:
+        torch.manual_seed(0)
+        h = mst.unroll(cell, x[0], x, check=check, unequal=unequal, **options).state
+        return torch.autograd.grad(h.sum(), weight)[0]
+
+    x = torch.randn(STEPS, 2, WIDTH)
+    with pytest.raises(StateError, match="in its backward pass"):
+        gradient(memory="64 KiB", planner="recompute")
+    kept = gradient(memory="10 MiB", planner="keep")
+    torch.manual_seed(0)
+    h = x[0]
+    for x_t in x:
+        h = cell(h, x_t)
+    assert torch.equal(kept, torch.autograd.grad(h.sum(), weight)[0])

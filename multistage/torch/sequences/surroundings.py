@@ -213,6 +213,29 @@ class Surroundings:
     # ------------------------------------------------------------ running again
 
     @contextlib.contextmanager
+    def no_draws(self, first: int, last: int) -> Iterator[None]:
+        """Raise StateError if gradients of steps draw from generators that their runs draw from.
+
+        These are not where plain training leaves them for its backward pass.
+        """
+        if not any(self._facts.draws):
+            yield
+            return
+        masked = [b"" if draws else None for draws in self._facts.draws]
+        before = self._generators.capture_those(masked)
+        yield
+        after = self._generators.capture_those(masked)
+        if before != after:
+            pairs = zip(self._generators.names, before, after, strict=True)
+            drawn = [name for name, a, b in pairs if a != b]
+            raise StateError(
+                f"{self._cells.name} draws from {', '.join(drawn)} in its backward pass (at steps "
+                f"{first} to {last - 1}), which runs it again and draws other numbers than plain "
+                "training; draw in its forward and save what the gradient needs, or give it "
+                "memory enough to keep every tape, or planner='keep'"
+            )
+
+    @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
         """Make everything what it was when the sequence began; put the present back at the end.
 

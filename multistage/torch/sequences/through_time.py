@@ -411,7 +411,9 @@ class ThroughTime:
             roots += graph.entry.roots(so_far)
         parameters = self.facts.parameters
         targets = [*wanted, *[x for _, x in xs], *[parameters[i] for i in chosen]]
-        with without_hooks(parameters):
+        measured = self.samples is None  # a plan that keeps all may follow
+        alike = contextlib.nullcontext() if measured else self.around.no_draws(*self._steps(k))
+        with without_hooks(parameters), alike:
             found = gradients_of(self.cells.name, roots, targets)
         for (place, _), gradient in zip(xs, found[len(wanted) :], strict=False):
             if gradient is not None and self.of_inputs is not None:
