@@ -307,3 +307,21 @@ def test_a_draw_in_a_gradient_is_refused_where_steps_run_again(check: Any, unequ
     for x_t in x:
         h = cell(h, x_t)
     assert torch.equal(kept, torch.autograd.grad(h.sum(), weight)[0])
+
+
+@pytest.mark.parametrize("check", ["error", "off"])
+@pytest.mark.parametrize("part", [lambda n: n, lambda n: n[:]])
+def test_a_buffer_that_is_changed_is_no_leaf_of_the_state(check: Any, part: Any) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("count", torch.zeros(WIDTH))
+
+        def forward(self, state: Any, x: Tensor) -> Any:
+            self.count += 1  # and so to the state, from the second step on
+            return torch.tanh(self.linear(state[0]) + x) + state[1], part(self.count)
+
+    x = torch.randn(STEPS, 2, WIDTH)
+    with pytest.raises(StateError, match="returns a buffer that it changes in its state"):
+        mst.unroll(Counting(), (x[0], torch.zeros(WIDTH)), x, memory="64 KiB", check=check)

@@ -560,12 +560,8 @@ class _Look:
         for module, key in changed:
             refuse_graph(cell.name, module, key, "in its first step")
         leaves, returns_y, ys, y_spec = self._results_of(result)
-        exchanged = {id(module._buffers[key]) for module, key in changed}
-        if any(id(leaf) in exchanged for leaf in ys):
-            raise StateError(
-                f"{cell.name} returns a buffer that it changes in y; it must return tensors that "
-                "it leaves alone: a copy"
-            )
+        written = [b for m, k, b, *_ in before if (m, k) in changed and m._buffers[k] is b]
+        self._refuse_buffers(changed, written, leaves, ys)
         own = {id(t) for t in [*given, *(leaf for _, leaf in taken)]}
         roots = [t for t in [*leaves, *ys] if t.requires_grad]
         walked = Walked()
@@ -579,6 +575,27 @@ class _Look:
             buffers=changed,
             weight=(*graph_weight(roots, begun, [t.grad_fn for t in copies]), saved_bytes),
             made=made,
+        )
+
+    def _refuse_buffers(
+        self,
+        changed: Sequence[tuple[torch.nn.Module, str]],
+        written: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        ys: Sequence[Tensor],
+    ) -> None:
+        """Raise StateError if a step returns a buffer to which it, or the next one, writes."""
+        exchanged = {id(module._buffers[key]) for module, key in changed}
+        memory = {key for buffer in written for key in storages_of(buffer)}
+        if any(id(y) in exchanged for y in ys):
+            where = "y"
+        elif any(key in memory for leaf in leaves for key in storages_of(leaf)):
+            where = "its state"
+        else:
+            return
+        raise StateError(
+            f"{self._cell.name} returns a buffer that it changes in {where}; it must return "
+            "tensors that it leaves alone: a copy"
         )
 
     def _results_of(
