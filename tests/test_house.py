@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_424,
+    "package_lines": 61_468,
     "classes": 479,
-    "functions": 3918,
+    "functions": 3920,
     "files_under_60": 4,
     "import_lines": 3520,
     "twins": 0,
-    "test_lines": 57_171,
+    "test_lines": 57_232,
 }
 
 
