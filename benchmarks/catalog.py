@@ -151,7 +151,7 @@ CATALOG: tuple[Entry, ...] = (
         needs=("pyrevolve", "checkpoint_schedules"),
     ),
     Entry("overlap", "Transfers hidden behind compute", expected_s=30, short=True),
-    Entry("store_engine", "The file store's engines beside the disk", expected_s=90),
+    Entry("store_engine", "The file store's engines beside the disk", expected_s=180),
     Entry(
         "planner_speed",
         "Synchronous hierarchies: planning time and makespans",

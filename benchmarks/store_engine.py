@@ -14,9 +14,22 @@ rates of a shared disk drift by factors.
     over the sizes: what the computing thread pays
 `blas_slowdown`, `python_slowdown`
     of a loop of matrix products and of a narrow LSTM's steps beside a store
-    that streams at full speed, one core left to it
+    that streams as fast as it can, one core left to it
+`kernel_blas_slowdown`, `kernel_python_slowdown`
+    of the same loops beside processes that write as many bytes a second past
+    the page cache, without a copy, a checksum or a store: what no engine avoids
+`blas_gbs`, `kernel_blas_gbs`, `python_gbs`, `kernel_python_gbs`
+    what was written meanwhile, GB/s
 `kept_rate`
     the streaming rate beside such a loop over that alone, the lesser
+
+A slowdown is the median over many pairs of slices of 0.15 s: the loop beside
+the writes over the mean of the slices alone just before and after. A disk may
+interrupt one CPU only, and a loop there pays for it: the loop is bound to the
+first CPU and to the last in turn (writers go where they like), a figure is the
+mean over both, and `_apart` that of the CPU on which the bare writes cost less.
+Pairs count where other programs left the slices *alone* in peace, whatever
+happened beside the store; all pairs, if those are few.
 
 The names are the native engine's; the others' carry the engine as a suffix.
 
@@ -28,6 +41,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import mmap
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -35,6 +50,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +70,10 @@ STREAMED_BYTES = 4 << 20
 DEPTH = 4  # writes waiting or in flight while the store streams
 KEPT = 32  # states held at a time meanwhile
 ASK_S = 0.25e-3  # how often the store is offered a state: less than a write takes
-# A shared machine: cores that others may use in a quiet sample, samples wanted and tried.
-QUIET, ENOUGH, MOST = 0.2, 5, 20
+SLICE_S = 0.15  # of a loop, beside writes or alone
+REQUEST_BYTES = 2 << 20  # of the bare writer
+# A shared machine: cores that others may use in a quiet pair, and how many on a CPU are enough.
+QUIET, ENOUGH = 0.2, 4
 ONE_CORE = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"), "1")
 
 
@@ -197,76 +215,197 @@ def blas_loop() -> Callable[[], None]:
 LOOPS = {"blas": blas_loop, "python": lstm_loop}
 
 
+class Bare:
+    """Two processes that write past the page cache at a given rate, and do nothing else."""
+
+    def __init__(self, folder: str) -> None:
+        spawn = multiprocessing.get_context("spawn")  # threads run here
+        self._each = spawn.RawValue("d")
+        self._told, self._processes = [], []
+        for number in range(2):  # the engine, too, has up to two writes in flight
+            ours, theirs = spawn.Pipe()
+            task = (f"{folder}/bare{number}", theirs, self._each)
+            self._processes.append(spawn.Process(target=_write, args=task))
+            self._processes[-1].start()
+            self._told.append(ours)
+        for ours in self._told:
+            ours.recv()
+
+    def start(self, rate: float) -> None:
+        """Write `rate` bytes per second, or as many as the disk takes."""
+        self._each.value = rate / len(self._told)
+        for ours in self._told:
+            ours.send(True)
+
+    def stop(self) -> float:
+        """Stop; return the bytes written."""
+        self._each.value = 0.0
+        return float(sum(ours.recv() for ours in self._told))
+
+    def close(self) -> None:
+        """End the processes."""
+        for ours, process in zip(self._told, self._processes, strict=True):
+            ours.send(False)
+            process.join()
+
+
+def _write(path: str, told: Connection, asked: Any) -> None:
+    os.nice(5)  # as the threads of the native engine
+    total, at = KEPT * STREAMED_BYTES // 2, 0
+    buffer = mmap.mmap(-1, REQUEST_BYTES * 2)
+    buffer.madvise(mmap.MADV_HUGEPAGE)
+    start = -np.frombuffer(buffer, np.uint8).ctypes.data % REQUEST_BYTES
+    request = memoryview(buffer)[start : start + REQUEST_BYTES]
+    request[:] = b"1" * REQUEST_BYTES
+    disk = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    os.posix_fallocate(disk, 0, total)
+    for offset in range(0, total, REQUEST_BYTES):  # later writes find all in place
+        os.pwrite(disk, request, offset)
+    told.send(None)
+    while told.recv():
+        began, moved = time.perf_counter(), 0
+        while rate := asked.value:
+            ahead = moved / rate - (time.perf_counter() - began)
+            if ahead > 0:
+                time.sleep(min(ahead, SLICE_S / 10))
+                continue
+            moved += os.pwrite(disk, request, at)
+            at = (at + REQUEST_BYTES) % total
+        told.send(moved)
+    os.close(disk)
+    Path(path).unlink()
+
+
 class _Others:
-    """How many cores other programs use, from now on."""
+    """How many cores other programs use between `start` and `stop`, over all such times."""
 
     def __init__(self) -> None:
-        self._began, self._busy, self._own = time.perf_counter(), *self._now()
+        self._began = self._used = self._seconds = 0.0
 
     @staticmethod
-    def _now() -> tuple[float, float]:
+    def _now() -> float:
         fields = [float(f) for f in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-        own = os.times()
         # Without idle and iowait; in ticks.
-        return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK"), own[0] + own[1]
+        busy = (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+        return busy - sum(os.times()[:2])
 
-    def busy(self) -> float:
+    def start(self) -> None:
+        """Count from now on."""
+        self._used -= self._now()
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        """Count no more."""
+        self._seconds += time.perf_counter() - self._began
+        self._used += self._now()
+
+    def cores(self) -> float:
         """Return the cores."""
-        busy, own = self._now()
-        return (busy - self._busy - (own - self._own)) / (time.perf_counter() - self._began)
+        return self._used / self._seconds
 
 
-def beside(folder: str, engine: Any, step: Callable[[], None], seconds: float) -> dict[str, float]:
-    """Return how much longer a loop takes while it keeps a store busy, and what the store does."""
+def _slices(step: Callable[[], None]) -> Callable[[Callable[[], None]], float]:
+    """Return a function that runs a slice, offering the store states, and returns its seconds."""
     for _ in range(20):
         step()
     began = time.perf_counter()
-    for _ in range(50):
+    for _ in range(200):
         step()
-    each = (time.perf_counter() - began) / 50
+    each = (time.perf_counter() - began) / 200
     # Asked often enough that the store always has work.
-    rounds, asked = math.ceil(seconds / ASK_S), math.ceil(ASK_S / each)
-    stream = Stream(folder, engine)
+    asked = math.ceil(ASK_S / each)
+    rounds = math.ceil(SLICE_S / (asked * each))
+
+    def run(offer: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        for _ in range(rounds):
+            offer()
+            for _ in range(asked):
+                step()
+        return time.perf_counter() - began
+
+    return run
+
+
+def _pair(
+    run: Callable[[Callable[[], None]], float], stream: Stream, bare: Bare, rate: float
+) -> dict[str, float]:
+    """Return a loop's slowdowns beside the store and beside bare writes, and the rates of both.
+
+    The bare writes come first where their `rate` is given, else they have the store's.
+    """
+    others = _Others()
+    found: dict[str, float] = {}
+
+    def alone() -> float:
+        others.start()
+        took = run(lambda: None)
+        others.stop()
+        return took
+
+    began = time.perf_counter()
+    while time.perf_counter() - began < SLICE_S:
+        stream.offer(block=True)
+    full = stream.drain() / (time.perf_counter() - began)
+    before = alone()
+    for bared in (True, False) if rate else (False, True):
+        began = time.perf_counter()
+        if bared:
+            bare.start(rate or found["rate"])
+            both = run(lambda: None)
+            moved = bare.stop()
+        else:
+            both = run(stream.offer)
+            moved = stream.drain()
+        seen = moved / (time.perf_counter() - began)
+        after = alone()
+        name = "kernel_" if bared else ""
+        found[f"{name}slowdown"] = 2 * both / (before + after) - 1
+        found[f"{name}rate"] = seen
+        before = after
+    return {**found, "kept": found["rate"] / full, "others": others.cores()}
+
+
+def beside(
+    folder: str, engine: Any, step: Callable[[], None], pairs: int
+) -> list[dict[str, float]]:
+    """Return how much longer a loop takes while it keeps a store busy, and what the store does."""
+    run = _slices(step)
+    everywhere = os.sched_getaffinity(0)
+    cpus = sorted({min(everywhere), max(everywhere)})
+    bare, stream = Bare(folder), Stream(folder, engine)
+    samples: list[dict[str, float]] = []
     try:
         for _ in range(2 * KEPT):
             stream.offer(block=True)
         stream.drain()
-        samples: list[dict[str, float]] = []
-        # Until there are enough in which no other program was busy.
-        while len(samples) < MOST and sum(s["others"] < QUIET for s in samples) < ENOUGH:
-            others = _Others()
-            began = time.perf_counter()
-            for _ in range(rounds):
-                for _ in range(asked):
-                    step()
-            alone = time.perf_counter() - began
-            began = time.perf_counter()
-            while time.perf_counter() - began < seconds:
-                stream.offer(block=True)
-            moved = stream.drain()
-            rate = moved / (time.perf_counter() - began)
-            began = time.perf_counter()
-            for _ in range(rounds):
-                stream.offer()
-                for _ in range(asked):
-                    step()
-            both = time.perf_counter() - began
-            moved = stream.drain()
-            kept = moved / (time.perf_counter() - began) / rate
-            samples.append(
-                {"slowdown": both / alone - 1, "kept": kept, "rate": rate, "others": others.busy()}
-            )
+        for pair in range(pairs):
+            cpu = cpus[pair % len(cpus)]
+            os.sched_setaffinity(0, {cpu})  # this thread only
+            same = [s["rate"] for s in samples if s["cpu"] == cpu]
+            # By turns the store and the bare writes come first.
+            rate = same[-1] if len(same) % 2 else 0.0
+            samples.append({"cpu": cpu, **_pair(run, stream, bare, rate)})
     finally:
+        os.sched_setaffinity(0, everywhere)
         stream.close()
-    quiet = [s for s in samples if s["others"] < QUIET]
-    used = quiet if len(quiet) >= ENOUGH else samples
-    return {name: statistics.median(s[name] for s in used) for name in samples[0]}
+        bare.close()
+    return samples
 
 
-def run_child(folder: str, turns: int, total: int, seconds: float) -> list[dict[str, Any]]:
-    """Return what every engine did in each turn."""
+def by_cpu(samples: list[dict[str, float]]) -> list[list[dict[str, float]]]:
+    """Return the pairs of each CPU that count: those in peace if they are enough, else all."""
+    found = []
+    for cpu in sorted({s["cpu"] for s in samples}):
+        every = [s for s in samples if s["cpu"] == cpu]
+        quiet = [s for s in every if s["others"] < QUIET]
+        found.append(quiet if len(quiet) >= ENOUGH else every)
+    return found
+
+
+def run_child(folder: str, turns: int, total: int, pairs: int) -> dict[str, Any]:
+    """Return what every engine did in each turn, and in the pairs of each loop."""
     results = []
-    loops = {name: make() for name, make in LOOPS.items()}
     for _ in range(turns):
         turn: dict[str, Any] = {engine: {} for engine in available_engines()}
         for state_bytes in SIZES:
@@ -275,11 +414,13 @@ def run_child(folder: str, turns: int, total: int, seconds: float) -> list[dict[
             for engine in available_engines():
                 sample = rates(folder, engine, state_bytes, total)
                 turn[engine][str(state_bytes)] = {**sample, "fio": disk}
-        for engine in available_engines():
-            for name, step in loops.items():
-                turn[engine][name] = beside(folder, engine, step, seconds)
         results.append(turn)
-    return results
+    loops = {name: make() for name, make in LOOPS.items()}
+    found: dict[str, Any] = {
+        engine: {name: beside(folder, engine, step, pairs) for name, step in loops.items()}
+        for engine in available_engines()
+    }
+    return {"turns": results, "beside": found}
 
 
 def engine_ratios(turns: list[dict[str, Any]], engine: str) -> dict[str, float]:
@@ -307,13 +448,26 @@ def engine_ratios(turns: list[dict[str, Any]], engine: str) -> dict[str, float]:
         )
         for size in SIZES
     )
-    for name in ("blas", "python"):
-        ratios[f"{name}_slowdown"] = middle(lambda t, n=name: t[n]["slowdown"])  # type: ignore[misc]
-    ratios["kept_rate"] = min(
-        middle(lambda t, n=name: t[n]["kept"])  # type: ignore[misc]
-        for name in ("blas", "python")
-    )
     return ratios
+
+
+def loop_ratios(loops: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    """Return what is named in the module's docstring of the loops beside an engine."""
+    ratios: dict[str, float] = {}
+    kept = []
+    for loop, samples in loops.items():
+        middles = [
+            {name: statistics.median(s[name] for s in pairs) for name in samples[0]}
+            for pairs in by_cpu(samples)
+        ]
+        apart = min(middles, key=lambda m: m["kernel_slowdown"])
+        for kind in ("", "kernel_"):
+            slowdowns = [m[f"{kind}slowdown"] for m in middles]
+            ratios[f"{kind}{loop}_slowdown"] = statistics.mean(slowdowns)
+            ratios[f"{kind}{loop}_slowdown_apart"] = apart[f"{kind}slowdown"]
+            ratios[f"{kind}{loop}_gbs"] = statistics.mean(m[f"{kind}rate"] for m in middles) / 1e9
+        kept.append(statistics.mean(m["kept"] for m in middles))
+    return {**ratios, "kept_rate": min(kept)}
 
 
 def main() -> None:
@@ -325,18 +479,21 @@ def main() -> None:
     if args.child:
         print(json.dumps(run_child(**args.child)))
         return
-    turns, total, seconds = (3, 128 << 20, 0.1) if args.quick else (9, 512 << 20, 0.3)
+    turns, total, pairs = (3, 128 << 20, 16) if args.quick else (9, 512 << 20, 60)
     with tempfile.TemporaryDirectory(prefix="store-engine-", dir=args.folder) as folder:
-        task = {"folder": folder, "turns": turns, "total": total, "seconds": seconds}
-        samples = child("benchmarks.store_engine", task, ONE_CORE)
+        task = {"folder": folder, "turns": turns, "total": total, "pairs": pairs}
+        result = child("benchmarks.store_engine", task, ONE_CORE)
+    samples, loops = result["turns"], result["beside"]
     ratios, engines = {}, available_engines()
     for engine in engines:
-        for name, value in engine_ratios(samples, engine).items():
+        found_ratios = {**engine_ratios(samples, engine), **loop_ratios(loops[engine])}
+        for name, value in found_ratios.items():
             ratios[name if engine == engines[0] else f"{name}_{engine}"] = value
     left_out = [] if shutil.which("fio") else ["fio, which is not installed, and ratios over it"]
     if engines[0] != "native":
         left_out.append("the native engine: the C core was not built")
-    busy = max(turn[e][loop]["others"] for turn in samples for e in engines for loop in LOOPS)
+    counted = [s for e in engines for loop in LOOPS for c in by_cpu(loops[e][loop]) for s in c]
+    busy = max(sample["others"] for sample in counted)
     if busy >= QUIET:
         left_out.append(f"a quiet machine: others used up to {busy:.1f} cores beside the loops")
     for engine in engines:
@@ -351,7 +508,7 @@ def main() -> None:
                 + f"{1e6 * statistics.median(s['put_s'] for s in found):>8.1f} us a put"
                 + f"{1e6 * statistics.median(s['memcpy_s'] for s in found):>8.1f} us a copy"
             )
-    finish(args, "store_engine", samples, ratios, left_out)
+    finish(args, "store_engine", result, ratios, left_out)
     if args.plot:
         _plot(samples, args.plot)
 
