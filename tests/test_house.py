@@ -162,11 +162,11 @@ BARS = {
     "getattr_of_stores": 0,
     "package_lines": 61_468,
     "classes": 479,
-    "functions": 3920,
+    "functions": 3923,
     "files_under_60": 4,
     "import_lines": 3520,
     "twins": 0,
-    "test_lines": 57_232,
+    "test_lines": 57_291,
 }
 
 

@@ -7,8 +7,8 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cache
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, cast
 from urllib.parse import unquote
@@ -27,7 +27,7 @@ from ..report import Report
 from ..support.units import format_bytes, format_seconds
 
 _SECOND_NS = 1e-9
-_sites = itertools.count(1)  # or two equal loops of a program would share their runs
+new_site = partial(next, itertools.count(1))  # or two equal loops would share their runs
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
 Loaded: TypeAlias = tuple[jax.Array, jax.Array, Arrays]
@@ -174,7 +174,7 @@ def _register() -> None:
     if sys.platform != "linux":
         raise ArgumentError(f"multistage.jax.scan inside jit needs Linux; {instead}")
     library, ffi = native.library(), cast(Any, jax.ffi)
-    for name in ("begin", "save", "load"):
+    for name in ("begin", "turn", "save", "load"):
         handler = ffi.pycapsule(getattr(library, f"ms_xla_{name}"))
         ffi.register_ffi_target(f"multistage_{name}", handler, platform="cpu")
 
@@ -252,7 +252,7 @@ class Site:
     least_every: int
     most_every: int
     buffer_bytes: int
-    site: int = field(default_factory=lambda: next(_sites))
+    site: int
 
     def _given(self) -> dict[str, Any]:
         """Return what XLA gives the handlers of this site."""
@@ -284,12 +284,33 @@ class Site:
         found: tuple[jax.Array, jax.Array] = once(*inputs)
         return found
 
+    def turn(self, run: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the run to load of, the steps of its blocks, and the next token.
+
+        Branches of a batch that become a select share places for what their reverse sweeps need,
+        so that members may hold the number of a run of another branch; see `ms_loop_turn`.
+        """
+        made = (shaped((), jnp.uint32), shaped((), jnp.int32), shaped((), jnp.uint32))
+        call = jax.ffi.ffi_call("multistage_turn", made)
+
+        @custom_vmap
+        def turned(run: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            number, every, after = call(run, token, **self._given())
+            return number, every, after
+
+        @turned.def_vmap
+        def _turn_batch(_size: int, _batched: object, *given: jax.Array) -> tuple[Any, Any]:
+            return turned(*given), (False, False, False)
+
+        number, every, after = turned(run, token)
+        return number, every, after
+
     def load(self, numbers: Arrays, witness: jax.Array, first: Arrays) -> Loaded:
         """Return the next token, the last j <= k that is there, and the state before block j.
 
         `numbers` are run, token, k, the steps of the run and those of a block; `first` is state 0,
         which is there always: a pullback can be called again, or by an outer loop that JAX has
-        moved its forward sweep out of.  Of run 0, one is forgotten that nothing was loaded of.
+        moved its forward sweep out of.
         """
         number = shaped((), jnp.uint32), shaped((), jnp.int32)
 
@@ -336,22 +357,15 @@ def require_unmapped(arrays: Arrays) -> None:
 # batched; a witness, an array of the shape of the batch, has a load know it.
 
 
-def _one(*numbers: jax.Array) -> Arrays:
-    return numbers
+@custom_vmap
+def most(number: jax.Array) -> jax.Array:
+    """Return the most of a number that members of a batch hold."""
+    return number
 
 
-_shared: Any = custom_vmap(_one)
-"""Return numbers of a run, zeros if no member of a batch has run it.
-
-`jax.lax.cond` of a batch is a select, and leaves zeros with the members of the other branch.
-"""
-
-
-@_shared.def_vmap  # type: ignore[untyped-decorator]
-def _shared_batch(_size: int, batched: list[bool], *numbers: jax.Array) -> tuple[Any, Any]:
-    pairs = zip(numbers, batched, strict=True)
-    made = _shared(*(a.max(axis=0) if is_batched else a for a, is_batched in pairs))
-    return made, (False,) * len(numbers)
+@most.def_vmap
+def _most_of_batch(_size: int, _batched: object, number: jax.Array) -> tuple[Any, bool]:
+    return most(number.max(0)), False
 
 
 def typed(arrays: Arrays, like: Arrays) -> Arrays:

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from ..errors import ArgumentError
-from .handlers import Arrays, Site, _shared, require_first, require_unmapped, save, shaped, typed
+from ..errors import ArgumentError, BudgetError
+from .handlers import Arrays, Site, require_first, require_unmapped, save, shaped, typed
 from .pullbacks import (
     Flags,
     Pullback,
@@ -341,14 +341,19 @@ class _Loop:
         """
         # JAX may trace the forward sweep for other gradients before it asks for the reverse sweep
         # of the first, so that this takes the gradients that any of them was asked for.
-        traced: list[tuple[_Asked, Site]] = []
+        traced: list[_Asked] = []
         reverses: list[Reverse] = []
 
         def plain(*given: Arrays) -> tuple[Arrays, Arrays]:
             if not _traced(given):
                 return driven(*given)
-            site(())
             consts, carry, xs = given
+            try:
+                site(())
+            except BudgetError:  # name what gradients take, which JAX may ask for next
+                all_asked = self.asked(*(tuple(map(varies, some)) for some in given))
+                site(self.pullback(all_asked, consts).like)
+                raise
             return self.block((consts, xs), 0, self.steps, (carry, self.blank(self.steps)))
 
         def forward(*marked: Any) -> Any:
@@ -363,15 +368,15 @@ class _Loop:
             require_first(sum(given, ()))
             require_unmapped(sum(given, ()))
             asked = self.asked(*flags)
-            traced.append((asked, site(self.pullback(asked, given[0]).like)))
-            return _forward(self, traced[-1][1], *given)
+            traced.append(asked)
+            return _forward(self, site(self.pullback(asked, given[0]).like), *given)
 
         def backward(kept: Any, cotangents: Any) -> Any:
             if not kept:
                 return reverses[0](cotangents)
-            asked = reduce(operator.or_, (one for one, _ in traced)).by(cotangents[1])
-            most = max((one for _, one in traced), key=lambda one: one.most_every)
-            return _reverse(self, asked, most, kept, cotangents)
+            asked = reduce(operator.or_, traced)
+            place = site(self.pullback(asked, kept[-3]).like)
+            return _reverse(self, asked.by(cotangents[1]), place, kept, cotangents)
 
         whole: Any = jax.custom_vjp(plain)
         whole.defvjp(forward, backward, symbolic_zeros=True)
@@ -458,16 +463,16 @@ def _forward(
 
     started = (jnp.uint32(0), jnp.zeros(()), carry, loop.blank(n))
     token, witness, last, ys = lax.fori_loop(0, -(-n // every), go, started)
-    return (last, ys), (run, every, token, witness, consts, carry, xs)
+    return (last, ys), (run, token, witness, consts, carry, xs)
 
 
 def _reverse(
     loop: _Loop, asked: _Asked, site: Site, kept: Any, cotangents: Any
 ) -> tuple[object, object, object]:
     """Return the gradients by what f closes over, by state 0 and by the inputs."""
-    run, every, token, witness, consts, first_carry, xs = kept
+    run, token, witness, consts, first_carry, xs = kept
     like = loop.carry
-    run, every, token = _shared(run, every, token)
+    run, every, token = site.turn(run, token)
     n = jnp.where(every > 0, jnp.int32(loop.steps), jnp.int32(0))
     every = jnp.maximum(every, 1)
     given = _instantiated(_chosen(cotangents[0], asked.carry))

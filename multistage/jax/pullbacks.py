@@ -205,12 +205,13 @@ def site_of(
     carry: Arrays,
     residuals: Sequence[jax.ShapeDtypeStruct],
     steps: int,
+    number: int,
 ) -> Site:
     """Return the site of a loop of at most some steps, whose blocks fit the budget."""
     most, buffer_bytes = room(budget, carry, nbytes(residuals))
     most = min(steps, most)
     least = min(most, max(1, _LEAST_BLOCK // nbytes(carry)))
-    return Site(*tier, steps, least, most, buffer_bytes)
+    return Site(*tier, steps, least, most, buffer_bytes, number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from ..model.budget import Budget
 from ..planners import Plan, Planner
 from .eager import Driven
-from .handlers import Site, opened
+from .handlers import Site, new_site, opened
 from .loop import _as_arrays, _Loop, _pair_of
 from .pullbacks import MOST_STEPS, site_of
 
@@ -135,9 +135,11 @@ def scan(
     loop = _Loop.of(f if until is None else _asking(f, until), init, xs, n, reverse)
     driven = Driven(loop, budget, tiers, planner, progress, asks=until is not None)
 
+    number = new_site()
+
     def site(residuals: tuple[jax.ShapeDtypeStruct, ...]) -> Site:
         _require_inside(tiers, until, planner, progress)
-        return site_of(opened(cast(Any, tiers)), budget, loop.carry, residuals, n)
+        return site_of(opened(cast(Any, tiers)), budget, loop.carry, residuals, n, number)
 
     made = loop.run(site, driven.plain, driven.forward) if n else (loop.carry, loop.blank(0))
     last, ys = loop.made(*made)

@@ -26,7 +26,7 @@ from jax.custom_batching import custom_vmap
 from ..backends.urls import TierName
 from ..errors import ArgumentError
 from ..model.budget import Budget
-from .handlers import Arrays, Site, _shared, opened, require_unmapped, save, shaped, typed, wide
+from .handlers import Arrays, most, new_site, opened, require_unmapped, save, shaped, typed, wide
 from .pullbacks import (
     MOST_STEPS,
     Flags,
@@ -333,7 +333,9 @@ class _Sweep:
     loop: _While
     flags: tuple[Flags, Flags, Flags]
     pullback: Pullback
-    site: Site
+    memory: Budget
+    tier: tuple[str, int]
+    number: int
     traced: list[_Sweep]
 
 
@@ -347,6 +349,7 @@ def _solved(
 ) -> tuple[Arrays, Arrays]:
     """Return the last carry and the buffers, with a gradient."""
     traced: list[_Sweep] = []
+    number = new_site()
 
     def plain(consts: Arrays, carry: Arrays, buffers: Arrays) -> tuple[Arrays, Arrays]:
         return loop.run(0, loop.most_steps, consts, carry, buffers)[1:]
@@ -359,7 +362,7 @@ def _solved(
         )
         flags = asked[0], *loop.moved(arrays, *asked)
         pullback = Pullback.of(partial(loop.pull, flags), consts, first)
-        site = site_of(tier, memory, first, pullback.like, loop.most_steps)
+        site = site_of(tier, memory, first, pullback.like, loop.most_steps, number)
         run, every = site.begin((*consts, *first))
 
         def more(made: Any) -> jax.Array:
@@ -377,10 +380,11 @@ def _solved(
 
         zero = jnp.int32(0)
         started = zero, zero, jnp.uint32(0), jnp.zeros(()), first, buffers
-        n, blocks, token, witness, last, buffers = lax.while_loop(more, go, started)
-        sweep = _Sweep(loop, flags, pullback, site, traced)
+        n, _, token, witness, last, buffers = lax.while_loop(more, go, started)
+        sweep = _Sweep(loop, flags, pullback, memory, tier, number, traced)
         traced.append(sweep)
-        kept = sweep, run, every, n, blocks, token, witness, consts, first
+        # No other branch of a batch has numbers of that shape.
+        kept = sweep, run, n.reshape(1, 1, 1, 1), token, witness, consts, first
         return (last, buffers), kept
 
     whole: Any = jax.custom_vjp(plain)
@@ -391,14 +395,17 @@ def _solved(
 
 def _reverse(kept: Any, cotangents: Any) -> tuple[Any, ...]:
     """Return the gradients by what the loop closes over, by its first state and its buffers."""
-    sweep, run, every, n, blocks, token, witness, consts, first_carry = kept
+    sweep, run, n, token, witness, consts, first_carry = kept
     loop, like = sweep.loop, sweep.pullback.given[0]
-    run, every, n, blocks, token = _shared(run, every, n, blocks, token)
-    every, blocks = jnp.maximum(every, 1), jnp.maximum(blocks, 1)
     of_all = zip(*(one.flags for one in sweep.traced), strict=True)
     flags: Any = tuple(tuple(map(any, zip(*some, strict=True))) for some in of_all)
     pullback = Pullback.of(partial(loop.pull, flags), consts, like)
-    most_every = max(one.site.most_every for one in sweep.traced)
+    site = site_of(sweep.tier, sweep.memory, like, pullback.like, loop.most_steps, sweep.number)
+    run, every, token = site.turn(run, token)
+    # As many as any branch of a batch; steps after the last do nothing.
+    n = jnp.where(every > 0, jnp.clip(most(n).sum(), 0, loop.most_steps), 0)
+    every = jnp.maximum(every, 1)
+    blocks = jnp.maximum(-(-n // every), 1)
     given, of_rows = map(_instantiated, map(_chosen, cotangents, flags[1:]))
     fixed = pullback.fixed(consts)
 
@@ -413,7 +420,7 @@ def _reverse(kept: Any, cotangents: Any) -> tuple[Any, ...]:
         b = blocks - 1 - j
         first, stop = b * every, stop_of(b, every, n)
         numbers = run, token, b, n, every
-        token, found, carry = sweep.site.load(numbers, witness, typed(first_carry, like))
+        token, found, carry = site.load(numbers, witness, typed(first_carry, like))
         token, carry = lax.fori_loop(found, b, run_on, (token, carry))  # none if it was there
 
         def again(i: jax.Array, made: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
@@ -435,7 +442,7 @@ def _reverse(kept: Any, cotangents: Any) -> tuple[Any, ...]:
         return token, *done, residuals
 
     zeros = tuple(map(jnp.zeros_like, _chosen(consts, flags[0])))
-    started = token, given, zeros, pullback.blank(most_every)
+    started = token, given, zeros, pullback.blank(site.most_every)
     _, adjoint, total, _ = lax.fori_loop(0, blocks, turned, started)
     gradients = total, adjoint, of_rows
     return tuple(

@@ -247,12 +247,14 @@ static int64_t interval(const site_t *s)
     return max64(s->o.least_every, min64(most, least));
 }
 
+static int is_idle(const run_t *r, int64_t site) { return !r->busy && !r->turn_ns && r->site->o.site == site; }
+
 /* Forget the newest run of a site that nothing was asked of: its number is lost, since no member of
  * a batch has taken the branch that has it.  Of another run that is meant nothing is lost but time. */
-static void abandon(const site_t *s)
+static void abandon(int64_t site)
 {
     run_t *r = newest;
-    while (r && (r->busy || r->turn_ns || r->site != s))
+    while (r && !is_idle(r, site))
         r = r->older;
     if (r)
         forget(r);
@@ -281,6 +283,12 @@ static run_t *enter_run(site_t *s, int64_t number, int64_t every)
     return r;
 }
 
+static int64_t new_number(void)
+{
+    next_run += !(next_run & UINT32_MAX); /* 0 is no number */
+    return next_run++ & UINT32_MAX;       /* as programs hold it */
+}
+
 int64_t ms_loop_begin(const char *folder, int64_t length, const loop_options_t *options, int64_t *run,
                       int64_t *every)
 {
@@ -290,12 +298,40 @@ int64_t ms_loop_begin(const char *folder, int64_t length, const loop_options_t *
     if (!watched)
         watched = !pthread_atfork(NULL, NULL, in_child);
     site_t *s = find_site(folder, length, options);
-    next_run += !(next_run & UINT32_MAX); /* 0 is no number */
-    *run = next_run++ & UINT32_MAX;       /* as programs hold it */
+    *run = new_number();
     *every = s ? interval(s) : 1;
     const run_t *r = enter_run(s, *run, *every);
     pthread_mutex_unlock(&tables);
     return r ? 0 : ENOMEM;
+}
+
+int64_t ms_loop_turn(const char *folder, int64_t length, const loop_options_t *options,
+                     const uint32_t *numbers, int64_t n, int64_t *run, int64_t *every)
+{
+    if (forked)
+        return ECHILD;
+    int64_t number = 0, differ = 0;
+    for (int64_t i = 0; i < n; i++)
+        if (numbers[i])
+            differ |= number && number != numbers[i], number = numbers[i];
+    *run = *every = 0;
+    pthread_mutex_lock(&tables);
+    run_t *r = differ ? NULL : find_run(number);
+    int ours = r && r->site->o.site == options->site;
+    if (ours && r->report.every <= options->most_every)
+        *run = number, *every = r->report.every;
+    else {
+        for (int64_t i = 0; i < n; i++)
+            if ((r = find_run(numbers[i])) && is_idle(r, options->site))
+                forget(r);
+        if (!number || !(ours || differ))
+            abandon(options->site);
+        site_t *s = find_site(folder, length, options);
+        if (number && (differ || ours || !find_run(number)))
+            *run = new_number(), *every = s ? interval(s) : 1;
+    }
+    pthread_mutex_unlock(&tables);
+    return 0;
 }
 
 /* A run stays while a call is at it; of two calls one does without. */
@@ -501,8 +537,6 @@ int64_t ms_loop_load(const char *folder, int64_t length, const loop_options_t *o
     if (forked)
         return ECHILD;
     pthread_mutex_lock(&tables);
-    if (!asked->run)
-        abandon(find_site(folder, length, options));
     run_t *r = find_run(asked->run);
     if (!r && asked->k) { /* it has ended, or was forgotten */
         r = enter_run(find_site(folder, length, options), asked->run, asked->every);

@@ -37,6 +37,13 @@ typedef struct {
  * empty: the tier is memory.  Returns 0 or an errno. */
 EXPORT int64_t ms_loop_begin(const char *folder, int64_t length, const loop_options_t *options,
                              int64_t *run, int64_t *every);
+/* The run to load of, and the steps of its blocks, from the numbers that the members of a batch hold.
+ * Where branches of a batch are a select, some hold 0, or what another branch holds in the same
+ * place: if they differ, whose the run is that they mean cannot be told, so that it is a new one.
+ * It is a new one, too, if theirs has ended, or has blocks of more steps than there is room for; 0 if
+ * none has run this loop.  Runs that are left are forgotten.  Returns 0 or an errno. */
+EXPORT int64_t ms_loop_turn(const char *folder, int64_t length, const loop_options_t *options,
+                            const uint32_t *numbers, int64_t n, int64_t *run, int64_t *every);
 /* Save the state before block k, in an ascending order; its pieces follow one another.  Returns 0 or
  * an errno. */
 EXPORT int64_t ms_loop_save(int64_t run, int64_t k, const piece_t *pieces, int64_t n_pieces);
@@ -48,9 +55,8 @@ typedef struct {
     int64_t found; /* the answer: before which block it is; of state 0 nothing is copied */
 } loop_load_t;
 
-/* Load a state into memory of the caller's.  A run that is not there begins at this site.  Of
- * number 0, a run of this site is forgotten whose number the caller has lost.  Returns 0 or an
- * errno. */
+/* Load a state into memory of the caller's.  A run that is not there begins at this site.  Returns 0
+ * or an errno. */
 EXPORT int64_t ms_loop_load(const char *folder, int64_t length, const loop_options_t *options,
                             loop_load_t *load, const piece_t *pieces, int64_t n_pieces);
 /* The run that ended last: 1, or 0 if none has. */

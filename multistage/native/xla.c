@@ -1,6 +1,7 @@
 /* Custom calls of compiled programs: loop.h for XLA, on the CPU.
  *
  *     multistage_begin  any inputs -> run, every;  folder, and the numbers of loop_options_t
+ *     multistage_turn   numbers of runs, token -> run, every, token;  what begin has
  *     multistage_save   run, token, k, leaves of the state before block k -> token
  *     multistage_load   run, token, k, steps, every, leaves of state 0 -> token, j, leaves of the
  *                       state before block j <= k;  what begin has
@@ -23,6 +24,7 @@
 enum { LINE = 64, FEW = 64 };
 
 EXPORT xla_error_t *ms_xla_begin(xla_call_t *call);
+EXPORT xla_error_t *ms_xla_turn(xla_call_t *call);
 EXPORT xla_error_t *ms_xla_save(xla_call_t *call);
 EXPORT xla_error_t *ms_xla_load(xla_call_t *call);
 
@@ -134,6 +136,21 @@ xla_error_t *ms_xla_begin(xla_call_t *call)
     int64_t answer = ms_loop_begin(folder.text, (int64_t)folder.length, &options, &run, &every);
     *(uint32_t *)call->results.buffers[0]->data = (uint32_t)run;
     *(int32_t *)call->results.buffers[1]->data = (int32_t)every;
+    return told(call, answer);
+}
+
+xla_error_t *ms_xla_turn(xla_call_t *call)
+{
+    if (asks(call))
+        return NULL;
+    loop_options_t options;
+    xla_text_t folder = site_of(&call->attributes, &options);
+    const xla_buffer_t *numbers = call->arguments.buffers[0];
+    int64_t run = 0, every = 0, n = bytes_of(numbers) / (int64_t)sizeof(uint32_t);
+    int64_t answer = ms_loop_turn(folder.text, (int64_t)folder.length, &options, numbers->data, n, &run, &every);
+    *(uint32_t *)call->results.buffers[0]->data = (uint32_t)run;
+    *(int32_t *)call->results.buffers[1]->data = (int32_t)every;
+    *(uint32_t *)call->results.buffers[2]->data = 0;
     return told(call, answer);
 }
 

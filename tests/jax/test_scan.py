@@ -124,6 +124,27 @@ def in_a_branch(scan, branches):
     return jax.jit(jax.vmap(jax.grad(run, argnums=1)))(jnp.asarray(branches), many)
 
 
+def in_two_branches(scan, branches, twice):
+    """Return gradients of a batch whose members take branches that have a loop each."""
+    once = jax.jit(partial(loss, scan, W, xs=XS))
+
+    def run(branch, c):
+        def another(c):
+            last, ys = scan(lambda c, x: (jnp.tanh(x - W @ c), (c + x).sum()), c, XS[::2])
+            return (last * ys[3]).sum() + ys.sum()
+
+        def lookup(c):
+            return c[(c.sum() * 1e6).astype(jnp.int32) % 6] ** 2
+
+        def again(c):
+            return once(2 * c)
+
+        return jax.lax.switch(branch, [once, again if twice else another, lookup], c)
+
+    many = jnp.stack([C0, 2 * C0, 3 * C0, C0])
+    return jax.jit(jax.vmap(jax.grad(run, argnums=1)))(jnp.asarray(branches), many)
+
+
 def donated():
     array = jnp.ones(3)
     array.delete()
@@ -540,6 +561,44 @@ def test_branches_of_a_batch_leave_no_run_open_nor_states_to_make_again(branches
     assert native.library().ms_loop_open_runs() == 0
     if 1 in jax.tree.leaves(branches):
         assert (mjax.last_report().again, mjax.last_report().lost) == (0, 0)
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["other loops", "one loop"])
+@pytest.mark.parametrize("branches", [[0, 1, 2, 1], [1, 1, 1, 2]])
+def test_loops_of_two_branches_of_a_batch_are_kept_apart(branches, twice):
+    found = in_two_branches(ours(), branches, twice)
+    expected = in_two_branches(jax.lax.scan, branches, twice)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert native.library().ms_loop_open_runs() <= twice  # of a branch that no member took
+
+
+def test_one_program_with_other_gradients_in_turn_stays_in_its_memory():
+    def step(carry, x):
+        few, many = carry
+        return (few * 0.9 + x, jnp.tanh(W @ many + x)), jnp.tanh(many).sum()
+
+    @jax.jit
+    def run(few, many):
+        last, ys = mjax.scan(step, (few, many), XS[:, 0], memory="1 KiB", tiers="memory:")
+        return last[0] + ys.sum()
+
+    def room(argnums):
+        lowered = jax.jit(jax.grad(run, argnums=argnums)).lower(jnp.float32(1), C0)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    alone = room((0, 1))
+    jax.clear_caches()
+    room(0)
+    assert room((0, 1)) <= alone
+
+
+def test_the_least_memory_of_a_program_that_is_compiled_first_is_that_of_its_gradient():
+    def run(memory):
+        return jax.grad(jax.jit(partial(loss, ours(memory), W)))(C0, XS)
+
+    with pytest.raises(BudgetError) as caught:
+        run(10)
+    same(run(caught.value.least_bytes), jax.grad(jax.jit(partial(loss, jax.lax.scan, W)))(C0, XS))
 
 
 def test_gradients_that_are_not_asked_for_are_not_computed():

@@ -181,16 +181,16 @@ def test_one_solve_serves_any_number_of_pullbacks():
 def test_what_a_step_keeps_does_not_grow_with_the_times_that_are_saved(monkeypatch):
     kept = []
 
-    def site_of(tier, memory, carry, residuals, steps):
+    def site_of(tier, memory, carry, residuals, *more):
         kept.append(nbytes(residuals))
-        return made(tier, memory, carry, residuals, steps)
+        return made(tier, memory, carry, residuals, *more)
 
     made = solving.site_of
     monkeypatch.setattr(solving, "site_of", site_of)
     for count in (10, 1000):
         saveat = diffrax.SaveAt(ts=jnp.linspace(0, 5, count))
         jax.eval_shape(jax.grad(lambda y, saveat=saveat: loss(OURS, A, y, saveat=saveat)), Y0)
-    assert kept[1] == kept[0]
+    assert len(set(kept)) == 1
 
 
 def test_what_is_refused():
