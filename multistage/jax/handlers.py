@@ -345,12 +345,23 @@ def require_first(arrays: Arrays) -> None:
 
 
 def require_unmapped(arrays: Arrays) -> None:
-    """Raise ArgumentError for arrays of `shard_map`, whose devices would have a run each."""
-    if any(jax.typeof(array).manual_axis_type.varying for array in arrays):
+    """Raise ArgumentError for arrays of `shard_map`, whose devices would have a run each.
+
+    Also for those whose type says how they are divided over a mesh: JAX would compare it with that
+    of residuals, which are on none.
+    """
+    types = [jax.typeof(array) for array in arrays]
+    if any(one.manual_axis_type.varying for one in types):
         raise ArgumentError(
             "multistage.jax takes no gradients inside shard_map; use jax.lax.scan with "
             "jax.checkpoint there, or programs for one device"
         )
+    for one in types:
+        if jax.sharding.AxisType.Explicit in one.sharding.mesh.axis_types:
+            raise ArgumentError(
+                "multistage.jax.scan takes gradients of arrays on one device, and here is one on "
+                f"a mesh, {one}; put it on one, or use jax.lax.scan with jax.checkpoint"
+            )
 
 
 # The steps of a batch are taken together, so that a run, its token and its blocks are never

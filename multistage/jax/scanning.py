@@ -83,8 +83,8 @@ def scan(
     Raises
     ------
     ArgumentError
-        For xs of different lengths, a mutable Ref that f closes over, arrays on several devices or
-        that were donated.
+        For xs of different lengths, a mutable Ref that f closes over, arrays on several devices, on
+        a mesh with explicit axes or that were donated.
         Inside `jit`: for what is only done outside of it, a tier that cannot be used inside a
         program, arrays whose elements are smaller than a byte, another device than a CPU, or
         without the C core.
@@ -185,7 +185,7 @@ def _asking(f: Callable[..., Any], until: Callable[..., object]) -> Callable[...
 def _require_inside(tiers: object, until: object, planner: object, progress: object) -> None:
     """Raise ArgumentError for what is done outside of compiled programs only."""
     instead = {
-        "until=": (until is not None, "jax.lax.while_loop has no gradient there either"),
+        "until=": (until is not None, "give the number of steps, length="),
         "planner=": (planner != "auto", "leave it out"),
         "progress=True": (bool(progress), "leave it out"),
     }

@@ -30,6 +30,10 @@ N = 53
 W = jnp.asarray(NOISE.normal(size=(6, 6)) / 3, jnp.float32)
 XS = jnp.asarray(NOISE.normal(size=(N, 6)), jnp.float32)
 C0 = jnp.asarray(NOISE.normal(size=6), jnp.float32)
+PLACED = jax.sharding.NamedSharding(
+    jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,)),
+    jax.sharding.PartitionSpec("d"),
+)
 SHARDED = jax.sharding.NamedSharding(
     jax.sharding.AbstractMesh((2,), ("d",)), jax.sharding.PartitionSpec("d")
 )
@@ -450,6 +454,13 @@ REFUSED = {
         ),
         ArgumentError,
         "this one is for 2; leave its inputs on one",
+    ),
+    "a mesh in a type": (
+        lambda: jax.jit(
+            jax.grad(lambda c: ours()(step_of(jax.device_put(W, PLACED)), c, XS)[0].sum())
+        )(C0),
+        ArgumentError,
+        "here is one on a mesh, float.*; put it on one",
     ),
     "a remote tier": (
         lambda: jax.jit(lambda xs: ours(tiers="s3://x/y")(lambda c, x: (c, None), C0, xs))(XS),
