@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -161,6 +162,24 @@ def test_a_solve_inside_a_step_of_another_has_the_gradients_of_all_its_arguments
         for inner in (OURS, THEIRS)
     )
     close(expected, found)
+
+
+def test_solves_in_branches_of_a_batch_are_kept_apart():
+    def found(adjoint, a, y0, branch):
+        def solve(rate):
+            terms = diffrax.ODETerm(lambda t, y, a: jnp.tanh(a @ y) * rate - y)
+            given = terms, diffrax.Euler(), 0.0, 1.0, 0.05, y0
+            return diffrax.diffeqsolve(*given, args=a, adjoint=adjoint, max_steps=24).ys[-1]
+
+        other = partial(jnp.matmul, a, y0)
+        return jax.lax.switch(branch, [partial(solve, 1.0), partial(solve, 2.0), other]).sum()
+
+    starts, branches = jnp.stack([Y0, 2 * Y0, 3 * Y0]), jnp.array([0, 2, 1])
+    ours, theirs = (
+        jax.jit(jax.vmap(jax.grad(partial(found, adjoint)), (None, 0, 0)))(A, starts, branches)
+        for adjoint in (OURS, diffrax.DirectAdjoint())
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_one_solve_serves_any_number_of_pullbacks():
