@@ -47,6 +47,6 @@ interop/test_mpi_unequal.py
 +             self._opened.open(stores, largest_of(self.plan.stage_costs))
 
 interop/test_mpi_unequal.py
--             if self.most(use_of(actions, own).peak_bytes - limit) <= 0:
+-             if self.most(start.peak_bytes(actions, own) - limit) <= 0:
 +             if True:
 """)
