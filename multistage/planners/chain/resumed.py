@@ -45,7 +45,7 @@ def resumed_actions(
         Step of the adjoint to continue with, `EndForward` then being the first action; None
         if the forward sweep is not over.
     slots : int, optional
-        As for `pieces.plan`; nothing is read ahead then.
+        As for `plan`; nothing is read ahead then.
 
     Examples
     --------
