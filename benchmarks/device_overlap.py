@@ -18,11 +18,9 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from benchmarks._common import finish, options
 from multistage.backends.base import TransferRecord
@@ -39,7 +37,7 @@ class Machine:
         torch.manual_seed(seed)
         self.device = device
         self.nbytes = nbytes
-        side = 2048 if device.type == "cuda" else 512
+        side = 2048
         self._a, self._b = torch.randn(2, side, side, device=device).unbind()
         self._out = torch.empty_like(self._a)
         self.states = [
@@ -48,8 +46,7 @@ class Machine:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.device)
 
     def compute(self, times: int) -> None:
         """Queue some matrix products."""
@@ -69,7 +66,7 @@ class Machine:
 
     def ceilings(self) -> tuple[float, float]:
         """Return bytes per second out and in, by plain copies of a state."""
-        pinned = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        pinned = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
         state = self.states[0]
         out = self.seconds(lambda: pinned.copy_(state, non_blocking=True))
         back = self.seconds(lambda: state.copy_(pinned, non_blocking=True))
@@ -97,16 +94,12 @@ def stream(
         store.close()
 
 
-def _line(state: Tensor) -> Any:
-    return state if state.device.type == "cuda" else state.numpy()
-
-
 def _out(machine: Machine, store: PinnedStore, count: int, products: int) -> float:
     machine.synchronize()
     began = time.perf_counter()
     for key in range(count):
         machine.compute(products)
-        assert store.put(key, [_line(machine.states[key % 4])])
+        assert store.put(key, [machine.states[key % 4]])
         if key >= 2:
             store.wait_written(key - 2)
     for key in range(max(0, count - 2), count):
@@ -136,11 +129,10 @@ def _back(machine: Machine, store: PinnedStore, count: int, products: int) -> fl
 def main() -> None:
     """Run the benchmark."""
     parser = options(__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     device = torch.device(args.device)
-    left_out = [] if device.type == "cuda" else ["a CUDA device: none is here"]
-    size = (64 << 20) if device.type == "cuda" else (8 << 20)
+    size = 64 << 20
     count = 12 if args.quick else 48
     machine = Machine(device, size, args.seed)
     samples: dict[str, list[float]] = {}
@@ -166,7 +158,7 @@ def main() -> None:
         name: statistics.median(samples[name])
         for name in ("d2h_over_ceiling", "h2d_over_ceiling", "compute_slowdown")
     }
-    finish(args, "device_overlap", samples, ratios, left_out)
+    finish(args, "device_overlap", samples, ratios, [])
     if args.plot:
         _plot(records, args.plot)
 

@@ -82,21 +82,18 @@ def _rates(tier: Tier, size: int) -> dict[str, Any]:
     }
 
 
-def pinned(
-    seconds: float, where: str = "cuda", sizes: Sequence[int] = SIZES
-) -> list[dict[str, Any]]:
+def pinned(seconds: float, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
     """Return the same of pinned memory beside a device; run in a process of its own."""
     import torch
 
     from multistage.torch.tiers.pinned import PinnedStore
 
-    device, rows = torch.device(where), []
+    device, rows = torch.device("cuda"), []
     for size in sizes:
         layout = Layout.of((np.broadcast_to(np.uint8(0), (size,)),))
         state = torch.zeros(size, dtype=torch.uint8, device=device)
         store: Any = PinnedStore(None, device)
-        arrays = [state.numpy() if where == "cpu" else state]
-        measured = probe_store(store, layout, seconds=seconds, most=64, arrays=arrays)
+        measured = probe_store(store, layout, seconds=seconds, most=64, arrays=[state])
         rows.append({"state_bytes": size, **_rates(measured, size)})
     return rows
 

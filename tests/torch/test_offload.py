@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from host_streams import pinned
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -22,7 +23,7 @@ from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, MultistageError
 from multistage.torch.offload import SavedTensors
 from multistage.torch.tensors.meter import Meter
-from multistage.torch.tiers.pinned import PinnedCascade, PinnedStore
+from multistage.torch.tiers.pinned import PinnedCascade
 
 
 class Block(nn.Module):
@@ -218,8 +219,7 @@ class Closing(PinnedCascade):
 def test_a_graph_that_dies_in_a_thread_of_the_store() -> None:
     """Which cannot wait for its own end; the store is free again all the same."""
     below = Collecting(9)  # 48 pages and 40 slots: the sweep needs 8 writes, and 3 make room ahead
-    pinned = PinnedStore(40 << 20, torch.device("cpu"))
-    store = Closing(pinned, StreamedStore("below", lambda: below))
+    store = Closing(pinned(40 << 20), StreamedStore("below", lambda: below))
     x = torch.randn(1 << 20, device="cpu", requires_grad=True)
     gc.collect()
     gc.disable()

@@ -12,14 +12,14 @@ import faults
 import numpy as np
 import pytest
 import torch
+from host_streams import pinned
 from test_pinned import AsArrays
 
 from multistage.backends import FileStore, MemoryStore
 from multistage.errors import StoreError
 from multistage.states.layout import Layout
-from multistage.torch.tiers.pinned import PinnedCascade, PinnedStore
+from multistage.torch.tiers.pinned import PinnedCascade
 
-CPU = torch.device("cpu")
 ROOM = 4 * faults.LAYOUT.nbytes  # pinned; three of the four are kept free
 N = 16
 
@@ -46,8 +46,8 @@ def quick(tmp_path: Path) -> Iterator[Path]:
 
 def cascade(name: str, folder: Path) -> Any:
     if name == "pinned":
-        return AsBytes(PinnedStore(None, CPU))
-    return AsBytes(PinnedCascade(PinnedStore(ROOM, CPU), faults.STORES[name](folder)))
+        return AsBytes(pinned(None))
+    return AsBytes(PinnedCascade(pinned(ROOM), faults.STORES[name](folder)))
 
 
 def below(store: Any) -> Any:
@@ -103,7 +103,7 @@ def test_a_failed_open_leaves_nothing(
     held = faults._held()
     real, refused = threading.Thread.start, 0
     for at in range(20):
-        store = PinnedCascade(PinnedStore(8 << 20, CPU), FileStore(tmp_path))
+        store = PinnedCascade(pinned(8 << 20), FileStore(tmp_path))
         trigger = faults.Trigger(at)
 
         def start(self: threading.Thread, trigger: faults.Trigger = trigger) -> None:
@@ -147,7 +147,7 @@ def test_stores_above_memory_too() -> None:
 def test_a_read_out_of_order_does_not_deadlock(first: int) -> None:
     """As when a checkpoint was lost: all slots are kept for others that were asked for before."""
     layout = Layout.of(np.zeros(100, np.uint8))
-    store = PinnedCascade(PinnedStore(4 * layout.nbytes, CPU), MemoryStore())
+    store = PinnedCascade(pinned(4 * layout.nbytes), MemoryStore())
     store.open(layout)
     states = [np.full(100, key, np.uint8) for key in range(12)]
     for key, state in enumerate(states):

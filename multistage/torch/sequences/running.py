@@ -100,7 +100,7 @@ def run(
         inputs.expect(facts.kinds[-1].x_kinds, 1)
     # States of several sizes go by way of host memory.
     place = device if facts.equal else torch.device("cpu")
-    store = open_tiers(settings.tiers, place, varied=not facts.equal)
+    store = open_tiers(settings.tiers, place)
     layout = given.states(leaves).layout(TensorState([*leaves, *around.now()]))
 
     def checked(plan: UnrollPlan, steps: Steps | None) -> Checked:

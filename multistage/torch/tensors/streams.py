@@ -1,6 +1,6 @@
-"""Streams and events: CUDA's, and threads in their place where there is no device.
+"""Streams and events of a CUDA device.
 
-Both have a compute stream, whichever is current when a method is called, and one for copies in
+There is a compute stream, whichever is current when a method is called, and one for copies in
 each direction.  What runs on one stream runs in order.  An event marks a place in a stream;
 another stream that waits for it runs what comes later only when everything
 before that place is done.  The calling thread itself waits in `synchronize`
@@ -12,20 +12,13 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ...backends.lanes import Lane as WorkLane
-from ...support.waiting import Latch
-
-
-class CopyFailed(Exception):
-    """A copy that an event comes after could not be made."""
-
-
+Event: TypeAlias = torch.Event  # a place in a stream
 Lane: TypeAlias = Literal["compute", "out", "in"]
 
 
@@ -65,18 +58,14 @@ class CudaStreams:
         """Return host memory fit for asynchronous copies."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def record(self, lane: Lane) -> torch.Event:
+    def record(self, lane: Lane) -> Event:
         """Return an event after everything queued on a lane so far."""
-        event: torch.Event = torch.cuda.Event(enable_timing=True)
+        event: Event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream(lane))
         return event
 
     def wait(self, lane: Lane, event: Event) -> None:
-        """Let what is queued on a lane from now on run after an event.
-
-        May raise CopyFailed on the compute stream, as `synchronize`.
-        """
-        assert isinstance(event, torch.Event)
+        """Let what is queued on a lane from now on run after an event."""
         self._stream(lane).wait_event(event)
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
@@ -92,18 +81,11 @@ class CudaStreams:
             tensor.record_stream(self._stream(lane))
 
     def synchronize(self, event: Event) -> None:
-        """Block until an event has happened.
-
-        Raises
-        ------
-        CopyFailed
-            If a copy between the lane's event before and this one failed.
-        """
+        """Block until an event has happened."""
         event.synchronize()
 
     def span(self, began: Event, ended: Event) -> tuple[float, float] | None:
         """Return when two events of a lane happened, by `time.perf_counter`; None if not yet."""
-        assert isinstance(began, torch.Event) and isinstance(ended, torch.Event)
         if not ended.query():
             return None
         start_s = self._origin_s + self._origin.elapsed_time(began) / 1e3
@@ -111,124 +93,9 @@ class CudaStreams:
         return start_s, start_s + began.elapsed_time(ended) / 1e3
 
     def close(self) -> None:
-        """Wait for everything queued; stop threads."""
+        """Wait for everything queued."""
         for stream in self._copy.values():
             stream.synchronize()
-
-
-class HostStreams:
-    """Two threads that copy within host memory; the compute stream is the caller itself.
-
-    A copy that fails does not end its thread, or every later event would be
-    waited for in vain: the next event of its lane has the error, and raises it
-    in whoever waits for that on the compute stream.  Methods are as those of `CudaStreams`.
-    """
-
-    def __init__(self) -> None:
-        self._lanes: dict[str, WorkLane[_Task]] = {
-            name: WorkLane(f"multistage-copy-{name}") for name in ("out", "in")
-        }
-        try:
-            for lane in self._lanes.values():
-                lane.start(_Copier().do)
-        except BaseException:  # there is no other thread: nor is there need of the first
-            self.close()
-            raise
-
-    def empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def host(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def record(self, lane: Lane) -> Event:
-        event = _HostEvent()
-        if lane == "compute":
-            event.set(None)
-        else:
-            self._lanes[lane].put(event)
-        return event
-
-    def wait(self, lane: Lane, event: Event) -> None:
-        assert isinstance(event, _HostEvent)
-        if lane == "compute":
-            event.synchronize()
-        else:
-            # For the order alone: what failed before the event is no fault of what comes after.
-            self._lanes[lane].put(event.wait)
-
-    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
-        if lane == "compute":
-            target.copy_(source)
-        else:
-            # NumPy, which lets the interpreter go meanwhile, as torch does for large tensors only.
-            to, what = target.numpy(), source.numpy()
-            self._lanes[lane].put(lambda: to.__setitem__(slice(None), what))
-
-    def used_by(self, lane: Lane, tensors: Sequence[Tensor]) -> None:
-        """Nothing: what is queued refers to its memory."""
-
-    def synchronize(self, event: Event) -> None:
-        event.synchronize()
-
-    def span(self, began: Event, ended: Event) -> tuple[float, float] | None:
-        assert isinstance(began, _HostEvent) and isinstance(ended, _HostEvent)
-        return (began.at, ended.at) if ended.at else None
-
-    def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.end()
-        for lane in self._lanes.values():
-            lane.join()
-
-
-class _HostEvent:
-    """A place in a lane, or in the computation; `at` is when it happened, 0.0 before."""
-
-    def __init__(self) -> None:
-        self._happened = Latch()
-        self._error: Exception | None = None
-        self.at = 0.0
-
-    def set(self, error: Exception | None) -> None:
-        self._error = error
-        self.at = time.perf_counter()
-        self._happened.set()
-
-    def wait(self) -> None:
-        self._happened.wait()
-
-    def query(self) -> bool:
-        return self._happened.is_set()
-
-    def synchronize(self) -> None:
-        self._happened.wait()
-        if self._error is not None:
-            raise CopyFailed(f"{type(self._error).__name__}: {self._error}") from self._error
-
-
-# A place in a stream, for those streams alone that recorded it.
-Event: TypeAlias = torch.Event | _HostEvent
-Streams: TypeAlias = CudaStreams | HostStreams
-_Task: TypeAlias = _HostEvent | Callable[[], object]
-
-
-class _Copier:
-    """What the thread of a lane does."""
-
-    def __init__(self) -> None:
-        self._failed: Exception | None = None  # since the last event
-
-    def do(self, task: _Task) -> None:
-        """Make a copy, or say that an event has happened."""
-        if isinstance(task, _HostEvent):
-            task.set(self._failed)
-            self._failed = None
-            return
-        try:
-            task()
-        except Exception as error:  # the event after it is waited for, whatever the error is
-            self._failed = self._failed or error
 
 
 class Home:
@@ -268,8 +135,3 @@ def the_device(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device
-
-
-def streams_for(device: torch.device) -> Streams:
-    """Return the streams of a device."""
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()

@@ -1,7 +1,6 @@
 """`PinnedStore`: states in pinned host memory, copied by streams of their own; tiers by name.
 
-On a machine without a CUDA device the same code runs on threads and plain
-memory.  `PinnedCascade` has a store below it, which the oldest states move on to and are read from.
+`PinnedCascade` has a store below it, which the oldest states move on to and are read from.
 A state keeps its slot until that store has written it.  What is read from below passes through a
 free slot, or through other memory if there is none: no read waits for a slot.
 
@@ -27,11 +26,10 @@ copies into it, `in` copies out of it.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -47,7 +45,7 @@ from ...errors import ArgumentError, BudgetError, StoreError
 from ...states.layout import ALIGN, Array, Layout
 from ...support.interrupts import Shield
 from ...support.units import parse_bytes
-from ..tensors.streams import CopyFailed, Event, Streams, streams_for, the_device
+from ..tensors.streams import CudaStreams, Event, the_device
 
 _log = logging.getLogger(__name__)
 
@@ -115,12 +113,10 @@ class Slot:
 class _State:
     """Where one state is."""
 
-    key: int
     slot: Slot
     places: Sequence[tuple[int, int]]  # of its tensors in a slot: where they begin, and their bytes
     written: Event  # of its `out` copy
     sources: list[Tensor]  # of that copy, until it is known done
-    lost: str = ""
     landing: list[Tensor] = field(default_factory=list)
     landed: Event | None = None
 
@@ -134,13 +130,12 @@ class PinnedStore(HeldStore):
         Most pinned memory it takes; None if unbounded.
     device : torch.device
         Where the states come from.
-    streams : Streams, optional
-        In place of the device's.
+    streams : callable, optional
+        Returns what takes the place of the device's.
 
     Notes
     -----
-    A `Store` whose arrays are one-dimensional uint8 tensors on `device`, or
-    NumPy arrays if that is the CPU.  `get` returns tensors.
+    A `Store` whose arrays are one-dimensional uint8 tensors on `device`.  `get` returns tensors.
     """
 
     queue_depth = 2
@@ -149,7 +144,7 @@ class PinnedStore(HeldStore):
         self,
         capacity_bytes: int | None,
         device: torch.device,
-        streams: Streams | None = None,
+        streams: Callable[[torch.device], CudaStreams] = CudaStreams,
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
             raise ArgumentError(f"capacity_bytes={capacity_bytes} must not be negative")
@@ -159,7 +154,7 @@ class PinnedStore(HeldStore):
         self._device = the_device(device)
         self._rounded = self._device.type == "cuda"
         self._given = streams
-        self._opened: Streams | None = None
+        self._opened: CudaStreams | None = None
 
     # -------------------------------------------------------------------- life
 
@@ -210,7 +205,7 @@ class PinnedStore(HeldStore):
         self._free: deque[Slot] = deque()
         self._taken = 0  # slots so far
         self._growing = growth(layout.nbytes, self.capacity_bytes, rounded=self._rounded)
-        self._opened = streams_for(self._device) if self._given is None else self._given
+        self._opened = self._given(self._device)
         self._grow()
 
     def require_slots(self, nbytes: int, least: int) -> None:
@@ -239,7 +234,7 @@ class PinnedStore(HeldStore):
         return failure
 
     @property
-    def _streams(self) -> Streams:
+    def _streams(self) -> CudaStreams:
         self._hold.check()
         assert self._opened is not None
         return self._opened
@@ -280,14 +275,6 @@ class PinnedStore(HeldStore):
         """Return a slot for another state, None if there is none."""
         with Shield(up=True):
             return self._free.popleft() if self._free or self._grow() else None
-
-    def _is_copied(self, state: _State) -> bool:
-        """Wait for the `out` copy of a state; return whether it is not lost."""
-        try:
-            self._streams.synchronize(state.written)
-        except CopyFailed as error:
-            state.lost = state.lost or f"checkpoint {state.key} could not be copied: {error}"
-        return not state.lost
 
     # ------------------------------------------------------------------ writes
 
@@ -339,7 +326,7 @@ class PinnedStore(HeldStore):
                 streams.copy("out", slot.memory[at : at + nbytes], source)
         written = slot.used = streams.record("out")
         self._queued["write"].append((key, began, written))
-        return _State(key, slot, places, written, sources)
+        return _State(slot, places, written, sources)
 
     def wait_written(self, key: int) -> bool:
         """Block until the copy of `key` has left its source; False if it is lost."""
@@ -347,10 +334,10 @@ class PinnedStore(HeldStore):
         state = self._states.get(key)
         if state is None:
             return False
-        copied = self._is_copied(state)
+        self._streams.synchronize(state.written)
         state.sources = []
         self._tell()
-        return copied
+        return True
 
     # ------------------------------------------------------------------- reads
 
@@ -386,19 +373,8 @@ class PinnedStore(HeldStore):
         if state is None:
             raise CheckpointLost(f"tier {self.name!r} has no checkpoint {key}")
         streams = self._streams
-        try:
-            if state.lost:
-                raise CheckpointLost(state.lost)
-            assert state.landed is not None
-            # Of the way out, too: a copy that failed left another state's bytes in the slot.
-            streams.wait("compute", state.written)
-            streams.wait("compute", state.landed)
-        except CopyFailed as error:
-            self.drop(key)
-            raise CheckpointLost(f"checkpoint {key} could not be copied: {error}") from error
-        except CheckpointLost:
-            self.drop(key)
-            raise
+        assert state.landed is not None
+        streams.wait("compute", state.landed)
         found, state.landing, state.landed = state.landing, [], None
         streams.used_by("compute", found)
         self.stats.reads += 1
@@ -407,18 +383,10 @@ class PinnedStore(HeldStore):
         return found
 
     def held(self, key: int) -> list[Array] | None:
-        """Return the arrays of a state, in its slot until it is dropped; None if not there yet.
-
-        Raises
-        ------
-        CheckpointLost
-            If they could not be copied there.
-        """
+        """Return the arrays of a state, in its slot until it is dropped; None if not there yet."""
         state = self._states[key]
         if not state.written.query():
             return None
-        if not self._is_copied(state):
-            raise CheckpointLost(state.lost)
         return [line.numpy() for line in _lines(state.slot.memory, state.places)]
 
     def brought(self, arrays: Sequence[Array]) -> list[Tensor]:
@@ -428,8 +396,7 @@ class PinnedStore(HeldStore):
             slot = self._free.popleft() if self._free else None
             try:
                 if slot is not None and slot.used is not None:
-                    with contextlib.suppress(CopyFailed):  # of the state that had it before
-                        self._streams.synchronize(slot.used)
+                    self._streams.synchronize(slot.used)
                 through = slot or Slot(torch.empty(self._nbytes, dtype=torch.uint8, device="cpu"))
                 through.used = None
                 for line, array in zip(_lines(through.memory, places), arrays, strict=True):
@@ -438,10 +405,7 @@ class PinnedStore(HeldStore):
             finally:
                 if slot is not None:
                     self._free.append(slot)
-        try:
-            self._streams.wait("compute", landed)
-        except CopyFailed as error:
-            raise CheckpointLost(f"it could not be copied: {error}") from error
+        self._streams.wait("compute", landed)
         self._streams.used_by("compute", landing)
         return landing
 
@@ -507,9 +471,7 @@ class PinnedCascade(CascadeStore):
         return self._pinned.brought(arrays)
 
 
-def open_tiers(
-    tiers: Sequence[TierName], device: torch.device, *, varied: bool = False
-) -> Store | None:
+def open_tiers(tiers: Sequence[TierName], device: torch.device) -> Store | None:
     """Return the store that some tiers make for states on a device, None for no tier.
 
     Parameters
@@ -519,9 +481,8 @@ def open_tiers(
         `multistage.backends.urls.open_store` takes, or the first and one of the
         second, the fastest first; also in one string, as in
         `"pinned:8GiB > file:///scratch?capacity=1TiB > s3://bucket/run"`.
-    varied : bool
-        Whether states on the host differ in size: they lie in plain memory then, as close as
-        they fit, where else pinned memory has a slot for each.
+    device : torch.device
+        Pinned memory is plain memory for states that lie on the host.
 
     Raises
     ------
@@ -531,7 +492,7 @@ def open_tiers(
     Examples
     --------
     >>> open_tiers(["pinned:1GiB", "memory:"], torch.device("cpu")).name
-    'pinned>memory'
+    'memory>memory'
     """
     found = list(tiers)
     if not found:
@@ -551,11 +512,10 @@ def open_tiers(
             f"tiers {names} do not go together; give one, or pinned: and one below it"
         )
     below = open_store(found[0]) if found else None
-    if pinned and varied and below is None:
-        return MemoryStore(capacity)
-    if pinned and varied and below is not None and below.exact and capacity is not None:
-        return CascadeStore(MemoryStore(capacity), below)
-    if not (pinned or device.type == "cuda"):
+    if device.type == "cuda":
+        upper = PinnedStore(capacity if pinned else _BETWEEN_BYTES, device)
+        return upper.as_store() if below is None else PinnedCascade(upper, below)
+    if not pinned or (below is not None and not below.exact):  # which no cascade has
         return below
-    upper = PinnedStore(capacity if pinned else _BETWEEN_BYTES, device)
-    return upper.as_store() if below is None else PinnedCascade(upper, below)
+    plain = MemoryStore(capacity, buffer_bytes=0)
+    return plain if below is None or capacity is None else CascadeStore(plain, below)
