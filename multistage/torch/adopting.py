@@ -78,70 +78,61 @@ def yielding(member: _T) -> _T:
 
 
 class InFront(nn.Module):
-    """A module that stands in front of a model, whose mode, attributes and state it has."""
+    """A module that stands in front of a model, whose mode, attributes and state it has.
 
-    def _model(self) -> nn.Module | None:
-        model = self.__dict__.get("_multistage_model")
-        return model if isinstance(model, nn.Module) else None
+    Parameters
+    ----------
+    model : nn.Module
+        Not a child.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        vars(self)["_multistage_front"] = model
+        adopt(self, model)
+
+    @property
+    def _model(self) -> nn.Module:
+        model: nn.Module = vars(self)["_multistage_front"]
+        return model
 
     @property
     def training(self) -> bool:
         """Whether the model is in training mode."""
-        model = self._model()
-        return bool(self.__dict__["training"] if model is None else model.training)
+        return self._model.training
 
     @training.setter
     def training(self, mode: bool) -> None:
-        model = self._model()
-        if model is None:
-            self.__dict__["training"] = mode
-        else:
-            model.training = mode
+        if "_multistage_front" in vars(self):  # else it is being made
+            self._model.training = mode
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the model."""
-        model = self._model()
-        if model is None:
-            return super().train(mode)
-        model.train(mode)
+        self._model.train(mode)
         return self
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            model = self._model()
-            if model is None or name.startswith("__"):
+            if name.startswith("__"):
                 raise
-            found: Tensor | nn.Module = getattr(model, name)  # or what else the model has
+            found: Tensor | nn.Module = getattr(self._model, name)  # or what else the model has
             return found
 
     def __setattr__(self, name: str, value: object) -> None:
-        model = self._model()
-        if model is not None and name in vars(model) and name not in vars(self):
-            setattr(model, name, value)  # such as a temperature that is annealed
+        if name in vars(self._model) and name not in vars(self):
+            setattr(self._model, name, value)  # such as a temperature that is annealed
         else:
             plain: Callable[..., None] = super().__setattr__  # which takes any value
             plain(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        model = self._model()
-        if model is None:
-            super()._apply(fn, recurse)
-            return self
-        model._apply(fn, recurse)
+        self._model._apply(fn, recurse)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        model = self._model()
-        if model is None:
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-        else:
-            model._save_to_state_dict(destination, prefix, keep_vars)
+        self._model._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        model = self._model()
-        if model is None:
-            super()._load_from_state_dict(*args)
-        else:
-            model._load_from_state_dict(*args)
+        self._model._load_from_state_dict(*args)

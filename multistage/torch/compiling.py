@@ -27,7 +27,7 @@ from ..errors import ArgumentError, CheckpointWarning
 from ..planners import Plan
 from ..planners.chain.heterogeneous import ChainPlanner
 from ..support.units import format_bytes
-from .adopting import InFront, YieldingProperty, adopt, yielding
+from .adopting import InFront, YieldingProperty, yielding
 from .environment.scope import Scope
 from .environment.turns import TURN
 from .measurement.checking import Check, Checked, checked_choice
@@ -221,11 +221,9 @@ class Compiled(InFront):
     def __init__(
         self, model: Callable[..., object], settings: Settings, dynamic: bool, breaks: bool
     ) -> None:
-        super().__init__()
+        super().__init__(model if isinstance(model, nn.Module) else nn.Module())
         vars(self)["_multistage_model"] = model  # not a child
         vars(self)["_multistage_given"] = settings, dynamic, breaks
-        if isinstance(model, nn.Module):
-            adopt(self, model)
         vars(self)["_multistage_used"] = used = Used()
         vars(self)["_multistage_call"] = torch.compile(
             _function_of(model),
