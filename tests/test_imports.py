@@ -58,7 +58,6 @@ ORDER_IN_TORCH = (
     "adopting",
     "sequential",
     "compiling",
-    "profiling",
     "unroll",
 )
 

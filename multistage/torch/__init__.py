@@ -18,7 +18,7 @@ except ModuleNotFoundError as _error:
 from .compiling import Compiled as Compiled
 from .compiling import compile as compile
 from .offload import offload as offload
-from .profiling import profile as profile
 from .sequential import Sequential as Sequential
+from .sequential import profile as profile
 from .unroll import Unrolled as Unrolled
 from .unroll import unroll as unroll

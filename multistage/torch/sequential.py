@@ -1,8 +1,8 @@
-"""`Sequential`: an `nn.Sequential` that trains within a memory limit."""
+"""`Sequential`: an `nn.Sequential` that trains within a memory limit; `profile`: its costs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .adopting import YieldingProperty, adopt, yielding
 from .environment.states import tensors_in
 from .measurement.checking import Check, Checked, checked_choice
 from .measurement.exploring import Call
+from .measurement.measure import measure_stages
 from .planning.calls import ChainCall
 from .planning.limited import Limited, LimitedModule, names_of, run_plain, stages_of
 from .tiers.tiered import Tiered
@@ -172,11 +173,6 @@ class Sequential(LimitedModule):
         """Return the stages."""
         return stages_of(self)
 
-    @yielding
-    def stage_names(self) -> list[str]:
-        """Return a name for each stage."""
-        return names_of(self)
-
     def __len__(self) -> int:
         return len(stages_of(self))
 
@@ -266,6 +262,47 @@ class Sequential(LimitedModule):
         memo[id(self)] = copy
         copy.__dict__.update(deepcopy(self.__dict__, memo))
         return copy
+
+
+def profile(
+    model: nn.Sequential | Sequence[Callable[..., object]] | Sequential,
+    sample_input: object,
+    *,
+    seconds: float = 2.0,
+) -> StageCosts:
+    """Return the costs of each stage on a sample input.
+
+    On the CPU bytes are an exact accounting of the storages that operations
+    make and that graphs save; on CUDA they are the caching allocator's.  The
+    input counts what it takes to run stages again besides (copies of the buffers
+    they change, states of random generators).
+    Stages of which one writes to its input are measured as one.
+
+    Parameters
+    ----------
+    model : nn.Sequential, multistage.torch.Sequential, or sequence of stages
+    sample_input : pytree
+        What the chain is called with; tensors that require gradients are
+        differentiated.
+    seconds : float
+        About how long to time; every stage is timed at least twice.
+
+    Raises
+    ------
+    StateError
+        If a stage changes state that could not be put back; it is named.
+
+    Examples
+    --------
+    >>> import torch
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+    >>> costs = profile(layers, torch.ones(4, 8))
+    >>> [(stage.name, stage.output_bytes) for stage in costs.stages]
+    [('0 Linear', 128), ('1 Tanh', 128)]
+    """
+    chain = model if isinstance(model, Sequential) else Sequential(model)
+    found = measure_stages(stages_of(chain), names_of(chain), sample_input, seconds=seconds)
+    return found.costs
 
 
 # Not methods: their names belong to models.
