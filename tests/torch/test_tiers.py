@@ -62,7 +62,6 @@ from multistage.model.tier import Tier  # noqa: E402
 from multistage.planners.base import store_all_schedule  # noqa: E402
 from multistage.schedule.simulation import simulate  # noqa: E402
 from multistage.states.layout import Layout  # noqa: E402
-from multistage.torch.chains import hooking  # noqa: E402
 from multistage.torch.chains.runner import Run, Script  # noqa: E402
 from multistage.torch.environment.scope import Scope  # noqa: E402
 from multistage.torch.measurement.exploring import explore, untouched  # noqa: E402
@@ -933,13 +932,13 @@ def test_tiers_go_with_the_optimal_planner() -> None:
 
 
 def test_the_cost_of_hooks_is_measured_with_plain_gradients() -> None:
-    stages = [functools.partial(hooking._small, nn.Linear(4, 4)) for _ in range(hooking._STAGES)]
+    stages = [functools.partial(choosing._small, nn.Linear(4, 4)) for _ in range(choosing._STAGES)]
     x = torch.ones(2, 4, requires_grad=True)
     names = [str(k) for k in range(len(stages))]
     profile = measure_stages(stages, names, x, seconds=0.0)
-    slow = ChainTier(store(), CPU, hooking._PAGE_BYTES)
+    slow = ChainTier(store(), CPU, choosing._PAGE_BYTES)
     found = []
-    for actions in (list(store_all_schedule(len(stages))), hooking._travelling()):
+    for actions in (list(store_all_schedule(len(stages))), choosing._travelling()):
         simulate(actions, None, held_by_caller(profile.costs), tiers=(FAST,))  # it is legal
         run = Run(stages, profile.traits, actions, slow)
         found += torch.autograd.grad(run.forward(x).sum(), x)
@@ -948,11 +947,11 @@ def test_the_cost_of_hooks_is_measured_with_plain_gradients() -> None:
         plain = stage(plain)
     found += torch.autograd.grad(plain.sum(), x)
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
-    assert sum(isinstance(a, Put) for a in hooking._travelling()) == len(stages)
+    assert sum(isinstance(a, Put) for a in choosing._travelling()) == len(stages)
     slow.close()
     before = torch.get_rng_state()
     with torch.device("meta"), torch.no_grad():
-        assert 0 < hooking.hooks_s.__wrapped__() < 1
+        assert 0 < choosing.hooks_s.__wrapped__() < 1
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -1036,10 +1035,10 @@ def test_parameters_given_other_memory_are_seen_as_by_autograd() -> None:
             parameter.data = parameter.data * 2
         return list(torch.autograd.grad(y.sum(), list(model.parameters())))
 
-    plain, ours = (nn.Sequential(*[_Scale() for _ in range(hooking._STAGES)]) for _ in range(2))
+    plain, ours = (nn.Sequential(*[_Scale() for _ in range(choosing._STAGES)]) for _ in range(2))
     names = [str(k) for k in range(len(ours))]
     traits = measure_stages(list(ours), names, torch.ones(16, 256), seconds=0.0).traits
     slow = ChainTier(store(), CPU, PAGE)
-    run = Run(list(ours), traits, hooking._travelling(), slow)
+    run = Run(list(ours), traits, choosing._travelling(), slow)
     assert same(gradients(plain, plain), gradients(run.forward, ours))
     slow.close()
