@@ -362,7 +362,7 @@ def generators_of(scopes: Sequence[Scope], tensors: Sequence[Tensor]) -> Generat
 
 
 class Snapshot:
-    """Generators, what a scope holds, and its buffers' values: as they were.
+    """Generators, what a scope holds, and its buffers' values: as they were; a context restores.
 
     Tensors are put back by value, those that changed: code that shares them sees it.
 
@@ -394,6 +394,11 @@ class Snapshot:
             for t in values.values()
             if t.device.type != "meta"
         ]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
 
     def restore(self) -> None:
         """Make it so again."""

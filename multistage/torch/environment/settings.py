@@ -44,15 +44,6 @@ class Autocast:
 
 
 @contextlib.contextmanager
-def autocast(settings: Sequence[Autocast]) -> Iterator[None]:
-    """Return a context with the settings of several device types."""
-    with contextlib.ExitStack() as stack:
-        for each in settings:
-            stack.enter_context(each.context())
-        yield
-
-
-@contextlib.contextmanager
 def casting_anew() -> Iterator[None]:
     """Return a context in which autocast casts weights each time, and keeps no cast."""
     before = torch.is_autocast_cache_enabled()

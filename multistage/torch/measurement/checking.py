@@ -30,20 +30,20 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.hooks import RemovableHandle
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import ArgumentError, DifferenceWarning, StateError
 from ..environment.captured import Snapshot, left_behind
 from ..environment.copies import cloned
 from ..environment.randomness import device_types
 from ..environment.scope import Scope
-from ..environment.settings import Autocast, autocast, casting_anew, deterministic
+from ..environment.settings import Settings, casting_anew, deterministic
 from ..environment.states import tensors_in, with_tensors
 from ..tensors.checksums import fingerprint
-from ..tensors.meter import Meter
-from .exploring import Call, hooks_silent
-from .measure import Profile, bytes_held
+from ..tensors.graphs import nodes_below
+from ..tensors.meter import Meter, Seeing, bytes_held
+from .exploring import Call, hooks_silent, without_hooks
+from .measure import Profile
 from .plainly import TooDear, Windowed, forgetting
 
 Check: TypeAlias = Literal["error", "warn", "off"]
@@ -262,7 +262,7 @@ class Both:
             p for m in self.modules.values() for p in m._parameters.values() if p is not None
         ]
         involved = [*tensors_in(sample), *self._parameters]
-        self._autocast = Autocast.capture(device_types(involved))
+        self._settings = Settings.capture(device_types(involved))
         self.snapshot = Snapshot(self._scope, tensors_in(sample))
 
     def inputs(self) -> object:
@@ -300,13 +300,10 @@ class Both:
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
-        now = Snapshot(self._scope, tensors_in(self.sample))
-        self.snapshot.restore()
-        try:
-            with autocast(self._autocast):
+        with Snapshot(self._scope, tensors_in(self.sample)):
+            self.snapshot.restore()
+            with self._settings.context():
                 yield
-        finally:
-            now.restore()
 
     def seen(self, call: Call, look: Callable[[Tensor], object] | None) -> Seen:
         """Run forward, and backward to `look` at gradients; return all that is left behind."""
@@ -336,7 +333,7 @@ class Both:
         Those of a processor are made deterministic for that, or say that they cannot be.  Of
         devices libraries are in use that do neither.
         """
-        if any(each.device_type != "cpu" for each in self._autocast):
+        if any(each.device_type != "cpu" for each in self._settings.autocast):
             return True
         with deterministic(), warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -359,7 +356,9 @@ class Both:
         given = tensors_in(self.sample)
         known = [*self._parameters, *given, *self._scope.look().tensors]
         meter.ignore([*known, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
-        caches = torch.is_autocast_cache_enabled() and any(each.enabled for each in self._autocast)
+        caches = torch.is_autocast_cache_enabled() and any(
+            each.enabled for each in self._settings.autocast
+        )
         most, silent = 0, hooks_silent(self.modules.values())
         try:
             # What autocast keeps is the caller's, and let go when he leaves its context.
@@ -398,23 +397,17 @@ class Both:
             targets.append(leaf)
         if not targets or not roots:
             return found
-        aside = [(t._backward_hooks, dict(t._backward_hooks)) for t in targets if t._backward_hooks]
-        for hooks, _ in aside:
-            hooks.clear()
         # A forward that runs again in between may differentiate by the same tensors.
         passes: set[int] = set()
-        handles: list[RemovableHandle] = []
-        try:
-            handles += (t.register_hook(lambda _: passes.add(_this_pass())) for t in roots)
-            handles += (t.register_hook(_taker(found, names[id(t)], look, passes)) for t in targets)
+        with without_hooks(targets), contextlib.ExitStack() as ours:
+            for root in roots:
+                ours.callback(root.register_hook(lambda _: passes.add(_this_pass())).remove)
+            for target in targets:
+                take = _taker(found, names[id(target)], look, passes)
+                ours.callback(target.register_hook(take).remove)
             keep = self._targets is not None or bool(ends)
             adjoints = _adjoints(roots)
             torch.autograd.grad(roots, targets, adjoints, retain_graph=keep, allow_unused=True)
-        finally:
-            for handle in handles:
-                handle.remove()
-            for hooks, kept in aside:
-                hooks.update(kept)
         return found
 
     # --------------------------------------------------------------- the first module
@@ -458,7 +451,7 @@ class Both:
         return noted
 
 
-class _Casts(TorchDispatchMode):
+class _Casts(Seeing):
     """Counts the weights that autocast would keep as it has cast them.
 
     Attributes
@@ -472,22 +465,11 @@ class _Casts(TorchDispatchMode):
         self._weights = {id(w) for w in weights if w.requires_grad and w.is_leaf}
         self.nbytes: dict[int, int] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
+    def see(self, func: OpOverload[..., object], args: Sequence[object], result: object) -> None:
+        """Count a cast."""
         if func is torch.ops.aten._to_copy.default and id(args[0]) in self._weights:
             assert isinstance(result, Tensor)
             self.nbytes[id(args[0])] = result.nbytes
-        return result
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, for seconds
 
 
 def _taker(
@@ -530,14 +512,8 @@ def _leaves_of(roots: Sequence[Tensor], ends: Mapping[Node, Tensor]) -> list[Ten
 
     A parameter that was computed (`functional_call`) has a graph of its own, for later.
     """
-    stack: list[Node | None] = [t.grad_fn for t in roots]
     found = {id(t): t for t in roots if t.grad_fn is None}
-    seen: set[Node] = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_below(roots, ends.__contains__):
         if node in ends:
             found[id(ends[node])] = ends[node]
             continue
@@ -546,7 +522,6 @@ def _leaves_of(roots: Sequence[Tensor], ends: Mapping[Node, Tensor]) -> list[Ten
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             found[id(variable)] = variable
-        stack += [below for below, _ in node.next_functions]
     return list(found.values())
 
 

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as modules_of_torch
 from torch.overrides import TorchFunctionMode
@@ -28,7 +27,8 @@ from ..environment.randomness import Generators, State
 from ..environment.scope import Scope
 from ..environment.states import tensors_in, wants_of, with_tensors
 from ..tensors.checksums import same_bits
-from ..tensors.meter import Operations, storages_of
+from ..tensors.graphs import nodes_below
+from ..tensors.meter import Operations, storages_among, storages_of
 from .saved import Saved
 from .traits import OfGraph, Traits
 
@@ -79,6 +79,27 @@ def _but_of(modules: set[int], hook: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+@contextlib.contextmanager
+def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Keep the users' hooks from seeing the gradient of a part: they see the whole, once.
+
+    So does `.grad` of a tensor that is no leaf and retains its gradient.
+    """
+    aside = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    retained = [(p, p.grad) for p in parameters if p.retains_grad]
+    for hooks, _ in aside:
+        hooks.clear()
+    for parameter, _ in retained:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for hooks, kept in aside:
+            hooks.update(kept)
+        for parameter, gradient in retained:
+            parameter.grad = gradient
+
+
 class HooksOnTensors(TorchFunctionMode):
     """Ignores hooks that stages set on tensors while they are profiled, in this thread.
 
@@ -103,14 +124,9 @@ class HooksOnTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def untouched(scope: Scope, sample: object) -> Iterator[None]:
-    """Put buffers, attributes and random generators back at the end; see `environment`."""
-    snapshot = Snapshot(scope, tensors_in(sample), attributes=False)
-    try:
-        yield
-    finally:
-        snapshot.restore()
+def untouched(scope: Scope, sample: object) -> Snapshot:
+    """Return a context that puts buffers, attributes and random generators back at its end."""
+    return Snapshot(scope, tensors_in(sample), attributes=False)
 
 
 def explore(
@@ -152,9 +168,9 @@ def explore(
             for m, k, b, version, value in buffers
             if m._buffers[k] is not b or b._version != version or not same_bits(b, value)
         ]
-        moved |= {key for *_, b in changed for key in storages_of(b)}
+        moved |= storages_among(b for *_, b in changed).keys()
         pairs = zip(inputs, versions, strict=True)
-        written = {key for t, version in pairs if t._version != version for key in storages_of(t)}
+        written = {*storages_among(t for t, version in pairs if t._version != version)}
         if written:
             maker = _maker_of(written, storages[: i + 1])
             changes_first = changes_first or maker < 0
@@ -286,16 +302,7 @@ def _look_with_graph(
 
 def has_node(result: Sequence[Tensor], names: tuple[str, ...]) -> bool:
     """Whether a graph has nodes whose names begin in one of these ways."""
-    left: list[Node | None] = [t.grad_fn for t in result]
-    seen: set[Node] = set()
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            if node.name().startswith(names):
-                return True
-            seen.add(node)
-            left += [inner for inner, _ in node.next_functions]
-    return False
+    return any(node.name().startswith(names) for node in nodes_below(result))
 
 
 def _all_equal(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -317,11 +324,8 @@ def _wanting(state: object, wants: Sequence[bool] | None) -> object:
 
 
 def _storages(state: object) -> dict[int, StorageWeakRef]:
-    return {
-        key: StorageWeakRef(storage)
-        for tensor in tensors_in(state)
-        for key, storage in storages_of(tensor).items()
-    }
+    found = storages_among(tensors_in(state))
+    return {key: StorageWeakRef(storage) for key, storage in found.items()}
 
 
 def _groups(

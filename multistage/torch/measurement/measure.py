@@ -32,7 +32,7 @@ from ..environment.randomness import Generators
 from ..environment.scope import Scope
 from ..environment.settings import casting_anew, leave_hooks_alone
 from ..environment.states import tensors_in
-from ..tensors.meter import Meter, storages_of
+from ..tensors.meter import Meter, bytes_held, storages_among, storages_of
 from .clocks import Moment, Times, digest_s, engine_s, hook_s, moment, seconds_between, seconds_of
 from .exploring import Call, HooksOnTensors, explore, fresh_copy, has_node, hooks_silent, untouched
 from .joining import grouped
@@ -213,7 +213,7 @@ class StageRun:
             made = meter.live_bytes()
             advance_bytes = max(0, meter.peak_bytes - made)
             # A state that shares storage with the one before keeps it alive.
-            owned = {key for t in self._own for key in storages_of(t)}
+            owned = {*storages_among(self._own)}
             output_bytes = bytes_held(
                 t for t in tensors_in(output) if not owned & storages_of(t).keys()
             )
@@ -369,11 +369,6 @@ class StageRun:
             allow_unreachable=True,
             accumulate_grad=True,
         )
-
-
-def bytes_held(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages behind some tensors, each once."""
-    return sum({k: s.nbytes() for t in tensors for k, s in storages_of(t).items()}.values())
 
 
 def _ones_like(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from ..tensors.meter import storages_of
+from ..tensors.meter import storages_among, storages_of
 from ..tensors.streams import Home
 from .saved import Complete, Saved, itself, written_to
 
@@ -66,7 +66,7 @@ class Windowed:
         self._call, self._again = call, again
         self._room = room_bytes
         self._count = 0  # of tensors saved in the first run
-        self._free = {key for tensor in costs_nothing for key in storages_of(tensor)}
+        self._free = {*storages_among(costs_nothing)}
         self._window = _Window(room_bytes, self._free)
         self._home = Home()
         self.runs = 0
@@ -121,8 +121,7 @@ def forgetting(
     room_bytes: float, costs_nothing: Iterable[Tensor]
 ) -> AbstractContextManager[object]:
     """Return a context in which graphs hold the latest tensors alone; not to be walked later."""
-    free = {key for tensor in costs_nothing for key in storages_of(tensor)}
-    window = _Window(room_bytes, free)
+    window = _Window(room_bytes, {*storages_among(costs_nothing)})
     return Saved(window.add, window.held, window.held)
 
 

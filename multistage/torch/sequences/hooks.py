@@ -129,27 +129,6 @@ def refuse_hooks_on_parameters(name: str, when: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Keep the users' hooks from seeing the gradient of a part: they see the whole, once.
-
-    So does `.grad` of a tensor that is no leaf and retains its gradient.
-    """
-    aside = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
-    retained = [(p, p.grad) for p in parameters if p.retains_grad]
-    for hooks, _ in aside:
-        hooks.clear()
-    for parameter, _ in retained:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for hooks, kept in aside:
-            hooks.update(kept)
-        for parameter, gradient in retained:
-            parameter.grad = gradient
-
-
-@contextlib.contextmanager
 def looking() -> Iterator[None]:
     """Run steps to look at them: in this thread's turn, and unseen by hooks on saved tensors.
 

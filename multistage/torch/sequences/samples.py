@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import StateError
-from ..tensors.meter import storages_of
+from ..tensors.meter import Seeing, storages_among, storages_of
 
 _WHOLE = 2  # first sequences of a cell, all of whose chunks are run with a graph
 _GRAPHED, _WATCHED = 16, 32  # one chunk of so many in later ones
@@ -60,7 +59,7 @@ class Samples:
         return k in self._watched
 
 
-class Watch(TorchDispatchMode):
+class Watch(Seeing):
     """Sees what a chunk writes to that is neither its own nor known.
 
     It may write to buffers, the state and inputs, as the caller sees to it.
@@ -77,7 +76,7 @@ class Watch(TorchDispatchMode):
 
     def knows(self, tensors: Iterable[Tensor]) -> None:
         """Let a chunk write to some more tensors."""
-        self._own |= {key for tensor in tensors for key in storages_of(tensor)}
+        self._own |= storages_among(tensors).keys()
 
     def unseen(self, call: Callable[..., object]) -> Callable[..., object]:
         """Return a function whose operations are not looked at: x_t may be made in a buffer."""
@@ -134,10 +133,6 @@ class Watch(TorchDispatchMode):
                     f"{last - 1}, and would once more when it is run again; register it as a "
                     "buffer of a module, or return it in the state"
                 )
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, for seconds
 
 
 def _tensors(value: object) -> list[Tensor]:

@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError, StateError
 from ..environment.captured import Environment, generators_of
-from ..environment.randomness import Generators, State, device_types
-from ..environment.settings import Autocast, autocast, leave_hooks_alone
+from ..environment.randomness import Generators, State
+from ..environment.settings import casting_anew, leave_hooks_alone
 from ..environment.states import tensors_in
 from ..measurement.checking import complain
 from ..measurement.saved import Saved, nodes_made
@@ -42,7 +42,7 @@ from ..tensors.graphs import (
     leaves_below,
     uses,
 )
-from ..tensors.meter import storages_of
+from ..tensors.meter import storages_among
 from ..tensors.states import copied, kind_of, said
 from .arguments import Settings
 from .cells import Cell, Cells, known_parameters, state_leaves
@@ -127,7 +127,6 @@ class Survey:
         count = 0 if equal else inputs.few_values() * len(cells.each)
         self._values = exact and 0 < count <= MOST_KINDS // 2
         self.known = known_parameters(cells, inputs, parameters)
-        self._involved = [*leaves, *self.known, *inputs.held()]
         self._kinds: list[tuple[StepKind, Used]] = []
         self._states: list[StateKind] = []
         self._first = _as_found(leaves, [t.requires_grad for t in leaves])
@@ -154,7 +153,7 @@ class Survey:
         """
         known: dict[tuple[int, int, XKind | None], int] = {}
         before = 0
-        with autocast(Autocast.capture(device_types(self._involved))):
+        with casting_anew():
             for t in range(self.inputs.steps):
                 key = self.cells.number(t), before, self.x_kind(t)
                 number = known.setdefault(key, len(self._kinds))
@@ -537,11 +536,10 @@ class _Look:
         with contextlib.nullcontext() if saved is None else saved:
             result: Any = cell.call(pytree.tree_unflatten(copies, self._spec), x)
         made = nodes_made() - made
-        beside = {key for t in [*copies, *known, *tensors_in(x)] for key in storages_of(t)}
-        kept = () if saved is None else saved.held()
-        sizes = {key: each.nbytes() for t in kept for key, each in storages_of(t).items()}
-        del kept
-        saved_bytes = sum(nbytes for key, nbytes in sizes.items() if key not in beside)
+        beside = storages_among([*copies, *known, *tensors_in(x)]).keys()
+        kept = {} if saved is None else storages_among(saved.held())
+        saved_bytes = sum(each.nbytes() for key, each in kept.items() if key not in beside)
+        del kept, beside
         for tensor, version in zip(copies, versions, strict=True):
             if tensor._version != version:
                 raise StateError(
@@ -586,10 +584,10 @@ class _Look:
     ) -> None:
         """Raise StateError if a step returns a buffer to which it, or the next one, writes."""
         exchanged = {id(module._buffers[key]) for module, key in changed}
-        memory = {key for buffer in written for key in storages_of(buffer)}
+        memory = storages_among(written).keys()
         if any(id(y) in exchanged for y in ys):
             where = "y"
-        elif any(key in memory for leaf in leaves for key in storages_of(leaf)):
+        elif not memory.isdisjoint(storages_among(leaves)):
             where = "its state"
         else:
             return

@@ -20,6 +20,7 @@ from ...errors import ArgumentError, BudgetError, StateError
 from ...model.stages import StageCosts
 from ..environment.turns import TURN
 from ..measurement.checking import complain
+from ..measurement.exploring import without_hooks
 from ..tensors.checksums import Checksums
 from ..tensors.graphs import Walked, graph_begins, held_elsewhere, leaves_below, statistics_in, uses
 from ..tensors.meter import Meter
@@ -29,7 +30,7 @@ from .arguments import Settings
 from .boundaries import Boundaries
 from .cells import Cells
 from .facts import Facts, Ys, run_steps
-from .hooks import HandedDown, refuse_hooks_on_inputs, unseen, without_hooks
+from .hooks import HandedDown, refuse_hooks_on_inputs, unseen
 from .inputs import InputGradients, Inputs, Taken
 from .results import Collector, Outputs
 from .samples import Samples, Watch

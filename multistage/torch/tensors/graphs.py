@@ -7,7 +7,7 @@ import functools
 import gc
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeAlias
@@ -204,20 +204,30 @@ def graph_weight(
 
     Its leaves do not count, nor do the nodes `without`, nor what lies below them.
     """
-    leaf_node = _accumulate()
-    stack = [t.grad_fn for t in roots]
-    seen: set[Node] = set()
-    passed = set(without)
-    nbytes = 0
-    while stack:
-        node = stack.pop()
-        if node is None or node in passed or node in seen or type(node) is leaf_node:
+    leaf_node, nodes, nbytes = _accumulate(), 0, 0
+    for node in nodes_below(roots, lambda node: node._sequence_nr() < begun, without):
+        if type(node) is leaf_node or node._sequence_nr() < begun:
             continue
-        if node._sequence_nr() < begun:
-            continue
-        seen.add(node)
+        nodes += 1
         for result in node._input_metadata:
             if not result.is_nested_tensor:
                 nbytes += prod(result.shape) * result.dtype.itemsize
-        stack += [below for below, _ in node.next_functions]
-    return len(seen), nbytes
+    return nodes, nbytes
+
+
+def nodes_below(
+    roots: Iterable[Tensor],
+    ends: Callable[[Node], bool] = lambda node: False,
+    without: Iterable[Node | None] = (),
+) -> Iterator[Node]:
+    """Yield the nodes of a graph, each once; nothing below those at which it is said to end."""
+    stack: list[Node | None] = [t.grad_fn for t in roots]
+    seen: set[Node | None] = {None, *without}
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if not ends(node):
+            stack += [below for below, _ in node.next_functions]

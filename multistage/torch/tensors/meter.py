@@ -27,7 +27,30 @@ _DEVICE_SHARE = 0.9  # of the free memory of a CUDA device, where no limit is gi
 _BLOCK = 512  # bytes that CUDA's allocator rounds up to
 
 
-class Meter(TorchDispatchMode):
+class Seeing(TorchDispatchMode):
+    """Sees the operations that are performed inside it."""
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        self.see(func, args, result)
+        return result
+
+    def see(self, func: OpOverload[..., object], args: Sequence[object], result: object) -> None:
+        """Take note of an operation that was performed."""
+        raise NotImplementedError
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, for seconds
+
+
+class Meter(Seeing):
     """Counts the bytes of storages made inside it that are still alive, and their peak.
 
     Parameters
@@ -65,7 +88,7 @@ class Meter(TorchDispatchMode):
     def forget(self, tensors: Sequence[Tensor]) -> None:
         """Leave the storages of some tensors out of the count from now on."""
         self.ignore(tensors)
-        for key in {key for tensor in tensors for key in storages_of(tensor)}:
+        for key in storages_among(tensors):
             reference = self._references[key]
             self._live -= reference.nbytes
             reference.nbytes = 0
@@ -89,15 +112,13 @@ class Meter(TorchDispatchMode):
 
     def bytes_but(self, tensors: Iterable[Tensor]) -> int:
         """Return the bytes alive now, without those of some tensors."""
-        known: dict[int, int] = {}
-        for tensor in tensors:
-            for key, storage in storages_of(tensor).items():
-                if self._cuda:
-                    known[key] = -(-storage.nbytes() // _BLOCK) * _BLOCK
-                else:
-                    reference = self._references.get(key)
-                    known[key] = reference.nbytes if reference is not None else 0
-        return self.live_bytes() - sum(known.values())
+        storages = storages_among(tensors)
+        if self._cuda:
+            nbytes = sum(-(-each.nbytes() // _BLOCK) * _BLOCK for each in storages.values())
+        else:
+            counted = (self._references.get(key) for key in storages)
+            nbytes = sum(each.nbytes for each in counted if each is not None)
+        return self.live_bytes() - nbytes
 
     def live_bytes(self) -> int:
         """Return the bytes alive now."""
@@ -135,14 +156,8 @@ class Meter(TorchDispatchMode):
         if not self._cuda:
             super().__exit__(*error)
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
+    def see(self, func: OpOverload[..., object], args: Sequence[object], result: object) -> None:
+        """Count what an operation has made."""
         for leaf in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
             if not isinstance(leaf, Tensor):
                 continue
@@ -154,14 +169,9 @@ class Meter(TorchDispatchMode):
             self._operations.append(func)
         self.sizes_vary = self.sizes_vary or not _BY_VALUES.isdisjoint(func.tags)
         self._peak = max(self._peak, self._live)
-        return result
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, for seconds
 
 
-class Operations(TorchDispatchMode):
+class Operations(Seeing):
     """Notes which operations are performed inside it, but those that only hand numbers on.
 
     Attributes
@@ -173,25 +183,15 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.noted: list[OpOverload[..., object]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+    def see(self, func: OpOverload[..., object], args: Sequence[object], result: object) -> None:
+        """Note an operation."""
         if not (func.is_view or func in _COPIES):
             self.noted.append(func)
-        return func(*args, **(kwargs or {}))
 
     @property
     def may_draw(self) -> bool:
         """Whether one of them may draw random numbers."""
         return any(torch.Tag.nondeterministic_seeded in func.tags for func in self.noted)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
 
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten.detach.default}  # autograd makes some
@@ -224,6 +224,11 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
             return []
 
 
+def storages_among(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Return the storages of some tensors, each once, by their addresses."""
+    return {key: storage for tensor in tensors for key, storage in storages_of(tensor).items()}
+
+
 def storages_of(tensor: Tensor) -> dict[int, torch.UntypedStorage]:
     """Return the storages of a tensor, or of its parts if it is sparse, by their addresses."""
     try:
@@ -231,6 +236,11 @@ def storages_of(tensor: Tensor) -> dict[int, torch.UntypedStorage]:
     except NotImplementedError:  # wrapped by torch.func: none of its own
         return {}
     return {storage._cdata: storage for storage in found}
+
+
+def bytes_held(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages behind some tensors, each once."""
+    return sum(storage.nbytes() for storage in storages_among(tensors).values())
 
 
 class _Reference(weakref.ref[torch.UntypedStorage]):

@@ -22,7 +22,7 @@ from ..environment.captured import Snapshot
 from ..environment.copies import cloned
 from ..environment.scope import Scope
 from ..measurement.saved import Saved
-from ..tensors.meter import storages_of
+from ..tensors.meter import bytes_held
 
 ENTER: Callable[..., object] = autocast_mode._enter_autocast
 LEAVE: Callable[..., object] = autocast_mode._exit_autocast
@@ -119,11 +119,8 @@ def observe(graph: fx.GraphModule, arguments: Sequence[object], own: Sequence[bo
         if is_own and isinstance(x, nn.Parameter)
     ]
     versions = [p._version for p in parameters]
-    snapshot = Snapshot(Scope(()), [x for x in arguments if isinstance(x, Tensor)])
-    try:
+    with Snapshot(Scope(()), [x for x in arguments if isinstance(x, Tensor)]):
         observer = _observed(graph, arguments, own)
-    finally:
-        snapshot.restore()
     if versions != [p._version for p in parameters]:
         raise ArgumentError(
             "the model writes to a parameter in place; keep what forward changes in a buffer"
@@ -233,9 +230,7 @@ class _Observer(fx.Interpreter):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.values[n] = known = Value(
             wants=any(t.requires_grad for t in tensors),
-            nbytes=sum({k: s.nbytes() for t in tensors for k, s in storages_of(t).items()}.values())
-            if not any(_wrapped(t) for t in tensors)
-            else 0,
+            nbytes=0 if any(_wrapped(t) for t in tensors) else bytes_held(tensors),
         )
         known.is_opaque = not isinstance(result, (Tensor, *_PLAIN)) or any(
             _wrapped(t) for t in tensors
