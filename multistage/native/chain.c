@@ -283,17 +283,17 @@ int64_t ms_chain_solve(const chain_t *chain, const int32_t *none, float *table,
     return atomic_load(&x.failed) ? NO_MEMORY : 0;
 }
 
-/* Fill none(s, t) for all pairs, clipped to `most`. */
+/* Fill none(s, t) in all cells, clipped to `most`. */
 void ms_chain_none(const chain_t *c, int32_t *none, int64_t most)
 {
     for (int64_t s = 0; s < c->n; s++) {
         int64_t peak = INT64_MIN; /* overheads may be negative: see `Sizes.beside` */
-        none[row(c->n, s) + s] = 0;
+        none[cell_of(c, s, s)] = 0;
         for (int64_t t = s + 1; t < c->n; t++) {
             const int64_t j = t - 1; /* the last stage run forward before stage t is reached */
             peak = max64(peak, (j == s ? 0 : c->state[j]) + c->state[j + 1] + c->advance[j]);
             const int64_t need = c->grad[t + 1] + peak;
-            none[row(c->n, s) + t] = (int32_t)(need < most ? need : most);
+            none[cell_of(c, s, t)] = (int32_t)(need < most ? need : most);
         }
     }
 }

@@ -22,14 +22,21 @@ static inline int64_t row(int64_t n, int64_t s)
     return s * n - s * (s - 1) / 2 - s; /* so that row + t is the cell of (s, t) */
 }
 
-/* The cell of (s, t): in a triangle or, where only a band of it is solved, in rows of one length. */
+/* The cell of (s, t): in a triangle or, where only a band of it is solved, in rows of one length.
+ *
+ * Of equal stages by length: those that begin the chain, those inside of it, those that end it.
+ */
 static inline int64_t cell_of(const chain_t *c, int64_t s, int64_t t)
 {
+    if (c->equal)
+        return s == 0 ? t : t < c->n - 1 ? c->n + t - s : 2 * c->n - 2 + t - s;
     return c->band < c->n ? s * c->band + t - s : row(c->n, s) + t;
 }
 
 static inline int64_t cells_of(const chain_t *c)
 {
+    if (c->equal)
+        return 3 * c->n - 3;
     return c->band < c->n ? c->n * c->band : c->n * (c->n + 1) / 2;
 }
 

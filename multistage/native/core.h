@@ -52,6 +52,7 @@ typedef struct {
     const float *leaf; /* what taping stage i alone costs beyond running it: at most 0 */
     int64_t tapes; /* 0: a tape is made right before its adjoint only (Revolve) */
     int64_t band;  /* pairs s..t with t - s below it are in the table; n: all pairs */
+    int64_t equal; /* 1: stages are equal, and pairs in the table by their length alone */
     /* In how many ways a tape may be kept, at least 1: so many rows of n tapes, tapings, reverses
      * and what each costs beyond the first, as shares; infinite where a stage has fewer. */
     int64_t ways;

@@ -3,12 +3,16 @@
 import numpy as np
 import pytest
 
+from multistage import native
 from multistage.model.stages import Stage, StageCosts
+from multistage.planners.chain import pieces
+from multistage.planners.chain.at_once import plan_at_once
 from multistage.planners.chain.equal import LEAST_STAGES, inside_equal
 from multistage.planners.chain.heterogeneous import plan_chain
 from multistage.planners.chain.sizes import Sizes
 from multistage.planners.chain.table import Table
 
+core = pytest.mark.skipif(native.LIBRARY is None, reason="no C core")
 STAGE = Stage("layer", 1.0, 2.0, 10, 33, 8, 3, 2, 1, spared_s=0.5)
 
 
@@ -51,6 +55,27 @@ def test_one_stage_that_differs_is_seen(name):
     assert inside_equal(sizes, leaf, None)
     getattr(sizes, name)[LEAST_STAGES // 2] += 1
     assert not inside_equal(sizes, leaf, None)
+
+
+@core
+@pytest.mark.parametrize("tapes", [True, False])
+@pytest.mark.parametrize("room", [0, 10, 45, 200, 1500])
+def test_more_equal_stages_than_one_table_holds_are_planned_by_length(tapes, room, monkeypatch):
+    monkeypatch.setattr(pieces, "MOST_AT_ONCE", 40)
+    costs = StageCosts.uniform(240, STAGE, 10)
+    memory = pieces.least_in_pieces(costs) + room
+    planner = "optimal" if tapes else "revolve"
+    plan = pieces.plan_in_pieces(costs, memory, planner)
+    assert plan.planner == "pieces" and plan.peak_bytes <= memory
+    assert plan.makespan_s <= 1.01 * plan_at_once(costs, memory, planner).makespan_s
+
+
+@core
+def test_schedules_of_equal_stages_are_as_fast_as_those_of_the_general_program():
+    sizes = in_slots()
+    true = Sizes.of(StageCosts((STAGE,) * LEAST_STAGES, 10, 8))
+    found, general = (Table(sizes, 40, by_length=yes).curve(true) for yes in (True, False))
+    np.testing.assert_allclose(found[0], general[0], rtol=1e-5)
 
 
 def test_a_schedule_of_equal_stages_is_found_by_length():

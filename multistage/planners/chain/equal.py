@@ -46,16 +46,24 @@ class EqualRows:
     last: Reals
     first: Reals
 
+    def cells(self, size: int) -> Reals:
+        """Return the rows as `native/chain.h` has them: planes of `size` memories."""
+        rows = np.concatenate((self.first, self.inner, self.last))
+        return np.ascontiguousarray(rows.reshape(len(rows), -1, size).transpose(1, 0, 2))
+
+    def of(self, s: int, t: int) -> Reals:
+        """Return the row of stages s..t."""
+        ends = t == len(self.first) - 1
+        row: Reals = (self.last if ends else self.inner)[t - s] if s else self.first[t]
+        return row
+
     def planes(self, size: int) -> Reals:
-        """Return the values as `native/chain.c` has them: planes of `size` memories."""
+        """Return the values of all pairs by s and t, in planes of `size` memories."""
         n, memories = self.first.shape
         out = np.empty((memories // size, n * (n + 1) // 2, size), np.float32)
-
-        def planes(rows: Reals) -> Reals:
-            return rows.reshape(len(rows), -1, size).transpose(1, 0, 2)
-
-        inner, last = planes(self.inner), planes(self.last)
-        out[:, :n] = planes(self.first)
+        cells = self.cells(size)
+        inner, last = cells[:, n : 2 * n - 2], cells[:, 2 * n - 2 :]
+        out[:, :n] = cells[:, :n]
         at = n
         for s in range(1, n):
             length = n - 1 - s
@@ -67,11 +75,7 @@ class EqualRows:
     def pairs(self) -> dict[tuple[int, int], Reals]:
         """Return the rows by first and last stage."""
         n = len(self.first)
-        found = {(0, t): self.first[t] for t in range(n)}
-        for s in range(1, n):
-            found |= {(s, t): self.inner[t - s] for t in range(s, n - 1)}
-            found[s, n - 1] = self.last[n - 1 - s]
-        return found
+        return {(s, t): self.of(s, t) for s in range(n) for t in range(s, n)}
 
 
 class _Family:
@@ -115,7 +119,8 @@ class _Solver:
         """Return the excess of stages s..t, all shorter ones being known."""
         sizes, length = self.sizes, t - s
         out = np.full(self.memories, np.inf, np.float32)
-        fits = min(need_to_tape(sizes, s, t), self.memories)
+        # Needs may be negative: see `Sizes.beside`.
+        fits = min(max(0, need_to_tape(sizes, s, t)), self.memories)
         if not length:
             out[fits:] = self.leaf[s]
             return out
@@ -123,7 +128,7 @@ class _Solver:
         both = right.right[length - 1 :: -1] if length > 1 else right.right[:1]
         best = (left.values[:length] + (both + self.run[:length])).min(axis=0)
         # Beyond the first stage, running forward takes the same for each.
-        passes = min(need_to_pass(sizes, max(s, t - 2), t), self.memories)
+        passes = min(max(0, need_to_pass(sizes, max(s, t - 2), t)), self.memories)
         out[passes:] = best[passes:]
         if self.tapes:
             taped = right.taped[length - 1]

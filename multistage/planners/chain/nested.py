@@ -22,6 +22,7 @@ schedules keeps them.  Complexity for B blocks and M memories: O(B^3 M / 6) besi
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,8 +31,9 @@ import numpy as np
 
 from ...actions import Action
 from ...support.arrays import Integers, Reals
+from .equal import inside_equal
 from .memory import actions_of
-from .sizes import Sizes, need_to_tape
+from .sizes import Sizes, need_to_pass, need_to_tape
 from .table import MORE, Table, Trace, judge, smallest
 
 # Of blocks: of the chain, of a long block, and stages that one table is solved for.
@@ -43,6 +45,9 @@ _WAYS = 8  # schedules of a block by which it may keep things in the first sweep
 _STEPS, _RATIOS = 16, 130
 # Seconds of what does not fit, and those that only an interpolation with them gives.
 _NEVER, _INFEASIBLE = 1e250, 1e200
+# Equal stages of which one table is made, its sums for each way to begin and end, and its slots
+# for a state.
+_EQUAL, _SUMS, _PARTS = 2000, 300_000_000, 4
 _BELOW_ONE = 1 - 2.0**-40
 
 
@@ -194,11 +199,42 @@ class _Each:
 
 
 def plan_nested(true: Sizes, limit: int, *, tapes: bool) -> list[Action] | None:
-    """Return the actions of the fastest schedule found, None if none; see `Nested`."""
+    """Return the actions of the fastest schedule found, None if none; see `Nested`.
+
+    Of equal stages one table for all of them is a rival of the blocks.
+    """
     if not true.is_countable():
         return None
-    found = Nested(true, limit, tapes=tapes)
-    return list(actions_of(found.trace(limit))) if found.fits else None
+    blocks, equal = Nested(true, limit, tapes=tapes), _by_length(true, limit, tapes)
+    traces = [] if equal is None else [equal]
+    if blocks.fits:
+        traces.append(blocks.trace(limit))
+    if not traces:
+        return None
+    best = min(traces, key=lambda trace: judge(true, trace)[0])
+    return list(actions_of(best))
+
+
+def _by_length(true: Sizes, limit: int, tapes: bool) -> Trace | None:
+    """Return the fastest schedule of equal stages; None of others, of too many, if none fits.
+
+    Slots are of what is kept, beside what any stage takes while it runs: parts of a state, or
+    of a common divisor of states and tapes, where they are not too many.
+    """
+    n = len(true)
+    if n - 1 > _EQUAL or not inside_equal(true, true.spared_s, None):  # the last is the loss
+        return None
+    state, tape = int(true.state[1]), int(true.tape[0])
+    runs = need_to_pass(true, 0, n - 1), need_to_tape(true, 0, n - 1), need_to_tape(true, 1, 1)
+    reserve = max(0, min(limit, max(runs)) - state - tape)  # the loss takes less
+    size, room = max(1, math.gcd(state, tape) if tapes else state), max(1, limit - reserve)
+    most = max(1, _SUMS // n**2)
+    parts = min(_PARTS, most * size // room)
+    unit = size / parts if parts else room / most
+    slots = math.ceil(MORE * room / unit) + _PARTS
+    table = Table(true.beside(reserve).in_slots(unit), slots, tapes=tapes)
+    _, memory = table.fastest(true, limit)
+    return table.trace(memory)
 
 
 class Nested:
@@ -234,7 +270,9 @@ class Nested:
         pairs = zip(self._fronts[:-1], parts, strict=False) if tapes else ()
         self._ways = [_Ways.of(front, part) for front, part in pairs]
         self._values = np.full((len(parts), len(parts), len(self._grid)), _NEVER)
+        self._sums = np.empty(self._values.shape[1:])
         self._solve()
+        del self._sums
         seconds = np.minimum.accumulate(self._values[0, -1])
         feasible = seconds < _INFEASIBLE
         self.peaks, self.seconds = self._grid[feasible], seconds[feasible]
@@ -263,7 +301,8 @@ class Nested:
         self, a: int, b: int, right: Reals, kept: list[tuple[Integers, Integers, Reals]]
     ) -> Reals:
         values, grid = self._values, self._grid
-        best: Reals = (values[a, a:b] + right[a + 1 : b + 1]).min(axis=0) - self._before[a]
+        sums = np.add(values[a, a:b], right[a + 1 : b + 1], out=self._sums[: b - a])
+        best: Reals = sums.min(axis=0) - self._before[a]
         best[grid < self._need_to_pass(a, b)] = _NEVER
         if self._ways:
             ways = self._ways[a]

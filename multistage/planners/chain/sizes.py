@@ -173,11 +173,12 @@ def chain_in_core(
     moves: tuple[Reals, Reals] | None = None,
     again: Reals | None = None,
     band: int | None = None,
+    equal: bool = False,
 ) -> native.Struct:
     """Return a chain as the C core takes it; the arrays must be contiguous.
 
     `again` has, for each way to keep a tape, what each stage costs more than by the first.
-    `band` is that of the table; see `Table`.
+    `band` is that of the table, see `Table`; `equal` says that it has rows by length.
     """
     again = np.zeros((1, len(sizes)), np.float32) if again is None else again
     kept = [
@@ -199,6 +200,7 @@ def chain_in_core(
         leaf.ctypes.data,
         int(tapes),
         len(sizes) if band is None else band,
+        int(equal),
         len(again),
         again.ctypes.data,
         *((None, None) if moves is None else (x.ctypes.data for x in moves)),

@@ -149,6 +149,7 @@ class Table:
             self._moves = state.astype(np.float32), tape.astype(np.float32)
         use_native = native.available() if native_kernel is None else native_kernel
         self._native = use_native
+        self._rows: EqualRows | None = None
         if band is not None and band < len(sizes):
             self._solve_band(band, work, threads, instructions)
             return
@@ -181,18 +182,25 @@ class Table:
     ) -> None:
         library = native.library()
         n = len(self.sizes)
-        cells = n * (n + 1) // 2
+        self._rows = rows
+        cells = n * (n + 1) // 2 if rows is None else 3 * n - 3
         planes = -(-(self.slots + 1) // PLANE)
         known = {"baseline": 1, "avx2": 2, "avx512": 3}
         best = library.ms_chain_isa()
         isa = min(best, known.get(instructions, best))
         self._chain = chain_in_core(
-            self.sizes, self.prefix, self.tapes, self._leaf, self._moves, self._again
+            self.sizes,
+            self.prefix,
+            self.tapes,
+            self._leaf,
+            self._moves,
+            self._again,
+            equal=rows is not None,
         )
         self._none = np.empty(cells, np.int32)
         library.ms_chain_none(ctypes.byref(self._chain), self._none.ctypes.data, MAX_SLOTS)
         if rows is not None:
-            self._table = rows.planes(PLANE)
+            self._table = rows.cells(PLANE)
             for _ in range(planes):
                 if tick is not None:
                     tick()
@@ -270,13 +278,15 @@ class Table:
         if not self._native:
             return self._values[s, t]
         n = len(self.sizes)
+        if self._rows is not None:
+            return self._rows.of(s, t)[: self.slots + 1]
         at = s * n - s * (s - 1) // 2 + t - s
         return self._table[:, at, :].reshape(-1)[: self.slots + 1]
 
     def planes(self) -> Reals:
-        """Return the values as the C kernel has them: planes of 16 memories, pairs by s and t."""
+        """Return the values in planes of 16 memories, pairs by s and t."""
         if self._native:
-            return self._table
+            return self._table if self._rows is None else self._rows.planes(PLANE)
         n = len(self.sizes)
         pairs = np.stack([self._values[s, t] for s in range(n) for t in range(s, n)])
         room = np.pad(pairs, ((0, 0), (0, -(self.slots + 1) % PLANE)), constant_values=np.inf)
