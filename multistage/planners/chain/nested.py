@@ -233,8 +233,8 @@ def _by_length(true: Sizes, limit: int, tapes: bool) -> Trace | None:
     unit = size / parts if parts else room / most
     slots = math.ceil(MORE * room / unit) + _PARTS
     table = Table(true.beside(reserve).in_slots(unit), slots, tapes=tapes)
-    _, memory = table.fastest(true, limit)
-    return table.trace(memory)
+    seconds, memory = table.fastest(true, limit)  # none fits where states are parts of a slot
+    return table.trace(memory) if seconds < math.inf else None
 
 
 class Nested:
