@@ -164,15 +164,19 @@ def test_little_memory_is_divided_in_slots_fine_enough(seed):
 
 
 @core
-def test_the_table_of_a_band_is_that_of_all_runs_up_to_its_length():
-    costs = chain(70)
+@pytest.mark.parametrize(
+    ("costs", "length"),
+    [(chain(70), 12), (StageCosts((Stage("a", 1.0, 2.0, 90, 200, 50),) * 170, 90), 60)],
+    ids=["unequal", "equal"],
+)
+def test_the_table_of_a_band_is_that_of_all_runs_up_to_its_length(costs, length):
     sizes = Sizes.of(costs).in_slots(40.0)
-    whole, band = Table(sizes, 60), Table(sizes, 60, band=12)
+    whole, band = Table(sizes, 60, by_length=False), Table(sizes, 60, band=length)
     _, none, table = whole.solved()
     _, none_there, there = band.solved()
     at = 0
     for s in range(len(sizes)):
-        count = min(12, len(sizes) - s)
+        count = min(length, len(sizes) - s)
         np.testing.assert_allclose(there[:, s, :count], table[:, at : at + count], rtol=1e-4)
         assert np.array_equal(none_there[s, :count], none[at : at + count])
         for memory in (9, 30, 60):

@@ -163,7 +163,7 @@ planners/test_joint_kernels.py
 + lands
 
 planners/test_pieces.py
-- self._none[s, :count] = part._none[at : at + count]
+- self._none[s, :count] = part._none[cells]
 + self._none[s, :count] = 0
 
 interop/test_mpi_unequal.py

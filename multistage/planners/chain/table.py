@@ -249,12 +249,11 @@ class Table:
                 native_kernel=True,
                 work=work * float(seconds[first:stop].sum()) / total,
             )
-            at = 0
             for s in range(first, min(n, first + band)):
                 count = min(band, stop - s)
-                self._table[:, s, :count] = part._table[:, at : at + count]
-                self._none[s, :count] = part._none[at : at + count]
-                at += stop - s
+                cells = part._cells(s - first, count)
+                self._table[:, s, :count] = part._table[:, cells]
+                self._none[s, :count] = part._none[cells]
         self._chain = chain_in_core(
             self.sizes, self.prefix, self.tapes, self._leaf, self._moves, self._again, band
         )
@@ -263,6 +262,13 @@ class Table:
         """Return the chain in slots, the needs to pass and the values, as the C core has them."""
         assert self._native
         return self._chain, self._none, self._table
+
+    def _cells(self, s: int, count: int) -> Integers:
+        """Return where a plane has stages s..s, s..s + 1, ...: `cell_of` of `native/chain.h`."""
+        n, t = len(self.sizes), np.arange(s, s + count)
+        if self._rows is None:
+            return s * n - s * (s - 1) // 2 + t - s
+        return np.where(t < n - 1, n, 2 * n - 2) + t - s if s else t
 
     @property
     def nbytes(self) -> int:
@@ -277,9 +283,9 @@ class Table:
         """Return the excess of stages s..t for memories 0..slots, float32, as shares."""
         if not self._native:
             return self._values[s, t]
-        n = len(self.sizes)
         if self._rows is not None:
             return self._rows.of(s, t)[: self.slots + 1]
+        n = len(self.sizes)
         at = s * n - s * (s - 1) // 2 + t - s
         return self._table[:, at, :].reshape(-1)[: self.slots + 1]
 
