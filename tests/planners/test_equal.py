@@ -5,7 +5,7 @@ import pytest
 
 from multistage import native
 from multistage.model.stages import Stage, StageCosts
-from multistage.planners.chain import pieces
+from multistage.planners.chain import nested, pieces
 from multistage.planners.chain.at_once import plan_at_once
 from multistage.planners.chain.equal import LEAST_STAGES, inside_equal
 from multistage.planners.chain.heterogeneous import plan_chain
@@ -68,6 +68,15 @@ def test_more_equal_stages_than_one_table_holds_are_planned_by_length(tapes, roo
     plan = pieces.plan_in_pieces(costs, memory, planner)
     assert plan.planner == "pieces" and plan.peak_bytes <= memory
     assert plan.makespan_s <= 1.01 * plan_at_once(costs, memory, planner).makespan_s
+
+
+@core
+def test_equal_stages_far_smaller_than_a_slot_are_planned_in_blocks(monkeypatch):
+    monkeypatch.setattr(nested, "_SUMS", 240**2)  # one slot
+    costs = StageCosts.uniform(240, STAGE, 10)
+    memory = pieces.least_in_pieces(costs) + 1500
+    assert nested._by_length(Sizes.of(costs), memory - 10, True) is None
+    assert pieces.plan_in_pieces(costs, memory, "optimal").peak_bytes <= memory
 
 
 @core
