@@ -29,6 +29,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ... import native
 from ...actions import Action
 from ...support.arrays import Integers, Reals
 from .equal import inside_equal
@@ -222,7 +223,9 @@ def _by_length(true: Sizes, limit: int, tapes: bool) -> Trace | None:
     of a common divisor of states and tapes, where they are not too many.
     """
     n = len(true)
-    if n - 1 > _EQUAL or not inside_equal(true, true.spared_s, None):  # the last is the loss
+    # The last is the loss.  The table's twin without the C core takes minutes.
+    few = n - 1 <= _EQUAL and native.available()
+    if not few or not inside_equal(true, true.spared_s, None):
         return None
     state, tape = int(true.state[1]), int(true.tape[0])
     runs = need_to_pass(true, 0, n - 1), need_to_tape(true, 0, n - 1), need_to_tape(true, 1, 1)
