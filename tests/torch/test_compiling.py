@@ -702,7 +702,8 @@ APPENDED: list[Tensor] = []
 def test_facts_that_change_between_iterations_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUZZ_SCALE", "1")
     rng = random.Random(0)
-    assert fuzz_facts.differing(rng.sample(fuzz_facts.NAMES, len(fuzz_facts.NAMES)), rng) == []
+    names = [name for name in fuzz_facts.NAMES if name != "default" or torch.__version__ >= "2.13"]
+    assert fuzz_facts.differing(rng.sample(names, len(names)), rng) == []
     # Of a model that is captured once, each is another.
     monkeypatch.setattr(mst, "compile", lambda model, **_: copy.deepcopy(model))
     assert fuzz_facts.differing(["attribute", "weight", "mode"], rng)
