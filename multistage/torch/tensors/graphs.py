@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import gc
+import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,14 +49,15 @@ class Walked:
     ----------
     used : set
         For `uses`, which tells the parameters that the graph leads to.
-    found : list of Node
-        Those of the graph, without its leaves.
+    found : list of (int, Node)
+        Those of the graph, without its leaves, and their sequence numbers.  A node that Python
+        defines has none any more where its graph is gone.
     """
 
     used: Used = field(default_factory=set)
-    found: list[Node] = field(default_factory=list)
+    found: list[tuple[int, Node]] = field(default_factory=list)
 
-    def sort(self) -> list[Node]:
+    def sort(self) -> list[tuple[int, Node]]:
         """Return the nodes, sorted so that a list of them lets a graph go without recursion.
 
         A node that was looked at from Python keeps its Python object for as long as it lives,
@@ -64,7 +66,7 @@ class Walked:
         freed within another; a list releases its last item first, and the last node here is
         the one that was made last, which no other node uses.
         """
-        self.found.sort(key=lambda node: node._sequence_nr())
+        self.found.sort(key=operator.itemgetter(0))
         return self.found
 
     def release(self) -> None:
@@ -132,8 +134,9 @@ def leaves_below(
                 passed.add(id(variable))
                 yield variable
             continue
-        walked.found.append(node)
-        if node._sequence_nr() < begun:
+        number = node._sequence_nr()
+        walked.found.append((number, node))
+        if number < begun:
             raise ArgumentError(
                 f"{name} uses a tensor that was computed outside of it ({_said(node)}) and takes "
                 "part in the gradient; give it in parameters=[...], or return it in the state if "
@@ -165,10 +168,10 @@ def _place_in(holder: object, made: list[Any]) -> str:
     return "" if entries else f"held by a {type(holder).__name__}"
 
 
-def statistics_in(nodes: Iterable[Node]) -> list[Tensor]:
+def statistics_in(nodes: Iterable[tuple[int, Node]]) -> list[Tensor]:
     """Return the statistics that batch norm's kernels have written to: no version says so."""
     found = []
-    for node in nodes:
+    for _, node in nodes:
         if "BatchNorm" in type(node).__name__ and getattr(node, "_saved_training", True):
             saved: Tensor | None = getattr(node, "_saved_running_mean", None)
             found += [] if saved is None else [saved]
