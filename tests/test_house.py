@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_278,
+    "package_lines": 61_281,
     "classes": 476,
     "functions": 3909,
     "files_under_60": 3,
-    "import_lines": 3509,
+    "import_lines": 3510,
     "twins": 0,
-    "test_lines": 57_419,
+    "test_lines": 57_420,
 }
 
 
