@@ -50,7 +50,7 @@ torch/test_unequal_cells.py
 +         if False:
 
 torch/test_tiers.py
-- self.versions[number] = -1 if spoilt else tensor._version
+- self.versions[number] = -1 if watch.spoilt else tensor._version
 + self.versions[number] = tensor._version
 
 torch/test_tiers.py

@@ -23,7 +23,7 @@ from ...states.slots import Kept
 from ..environment.states import KeptState
 from ..measurement.saved import Caught, written_to
 from ..tensors.checksums import digest
-from ..tensors.geometry import Geometry, is_plain
+from ..tensors.geometry import is_plain
 from ..tiers.groups import Origin, TensorGroup, Watch
 from ..tiers.lane import ChainTier, TierLane, Transfer
 from .stages import StageRunner, storages_of_all
@@ -71,7 +71,7 @@ class HeldTape:
         self._tensors, self._versions, self._parts = caught.tape, caught.versions, caught.parts
         self._stage = caught.stage
         self._given: list[weakref.ref[Tensor] | None] = [None] * len(caught.tape)
-        self._inputs: dict[int, tuple[Origin, Geometry, Watch]] = {}
+        self._inputs: dict[int, Watch] = {}
         self._group: TensorGroup | None = None
         self._spare: KeptState | None = None
         self._sums: dict[int, int | None] = {}
@@ -143,8 +143,7 @@ class HeldTape:
                 storage = tensor.untyped_storage()
                 if storage._cdata in inputs:
                     origin = Origin.of(storage, known)
-                    watch = Watch(tensor, origin, self._versions[number])
-                    self._inputs[number] = origin, Geometry.of(tensor), watch
+                    self._inputs[number] = Watch(tensor, origin, self._versions[number])
                     self._tensors[number] = None
         self.output = output
         others = [] if output is None else output.tensors()
@@ -199,14 +198,14 @@ class HeldTape:
             part = self._parts.pop()
             self._tensors[part:] = [None] * (len(self._tensors) - part)
         if number in self._inputs:
-            origin, geometry, watch = self._inputs[number]
+            watch = self._inputs[number]
             # Where the state before is lost, another group may be bringing these bytes.
-            memory = origin.bytes() if origin.is_there else None
+            memory = watch.origin.bytes() if watch.origin.is_there else None
             if memory is None:
                 return None
-            if watch.changed or origin.written:
+            if watch.spoilt:
                 raise written_to(self._stage)
-            return watch.joined(origin.tensor(geometry, memory))
+            return watch.tensor(memory)
         tensor = self._tensors[number]
         if tensor is None:
             # Asked for twice, as a custom Function may: nothing else may hold it any more.
@@ -233,6 +232,8 @@ class _Sent:
     group: TensorGroup
     transfer: Transfer
     empty: KeptState | None = None  # of a state
+    staged: KeptState | None = None  # which is held for its write alone
+    tape: HeldTape | None = None  # whose group is not in fast memory
     landed: bool = False
     lost: bool = False
 
@@ -273,10 +274,7 @@ class Holdings:
         self.stall_s = 0.0
         self._stages, self._tier = stages, tier
         self._sent: dict[tuple[int, bool], _Sent] = {}  # by step, and whether it is a tape
-        self._tokens: list[tuple[int, bool]] = []  # of all transfers
-        self._writes: set[int] = set()  # tokens
-        self._away: dict[int, HeldTape] = {}  # whose groups are not in fast memory
-        self._staged: dict[int, KeptState] = {}  # held for their writes alone, by token
+        self._tokens: list[tuple[int, bool, bool]] = []  # of all transfers: whether they write
         self._told = False
         self._begin()
         if tier is not None:
@@ -320,12 +318,9 @@ class Holdings:
 
     def clear(self) -> None:
         """Release what is in the tier or on its way."""
-        self._away.clear()
-        self._staged.clear()
         for step, tape in [*self._sent]:
             self._forget(step, tape)
         self._tokens.clear()
-        self._writes.clear()
         self._begin()
 
     def _forget(self, step: int, tape: bool) -> None:
@@ -368,9 +363,8 @@ class Holdings:
         state = sweep.slots.keep(sweep.live, step).state if kept is None else kept
         assert isinstance(state, KeptState)
         group = TensorGroup(state.tensors(), self.known, self.staying)
-        self._send(step, False, group).empty = state.emptied()
-        if kept is None:
-            self._staged[len(self._tokens) - 1] = state
+        sent = self._send(step, False, group)
+        sent.empty, sent.staged = state.emptied(), state if kept is None else None
         return None
 
     def _send(self, step: int, tape: bool, group: TensorGroup) -> _Sent:
@@ -386,9 +380,8 @@ class Holdings:
                 f"stage {self._name(step, tape)} saves a tensor that cannot travel to a tier "
                 f"({group.stuck[0]}); train this chain without tiers=, or within a larger limit"
             )
-        self._writes.add(len(self._tokens))
         sent = self._sent[step, tape] = _Sent(group, self._open.write(group.lines()))
-        self._tokens.append((step, tape))
+        self._tokens.append((step, tape, True))
         return sent
 
     def evict(self, sweep: Sweep, action: Evict) -> Answer:
@@ -397,7 +390,7 @@ class Holdings:
         if action.tape:
             tape = sweep.tapes.pop(step).state
             assert isinstance(tape, HeldTape)
-            self._away[step] = tape
+            self._sent[step, True].tape = tape
             tape.leave()
         else:
             kept = sweep.held.pop(step)
@@ -417,7 +410,7 @@ class Holdings:
 
     def read(self, sweep: Sweep, action: Get) -> Answer:
         """Make room for a state or tape, and queue its way back."""
-        self._tokens.append((action.step, action.tape))
+        self._tokens.append((action.step, action.tape, False))
         sent = self._sent[action.step, action.tape]
         if not sent.lost:
             sent.transfer = self._open.fetch(sent.transfer, sent.group.make_room())
@@ -426,15 +419,15 @@ class Holdings:
 
     def wait(self, sweep: Sweep, action: Await) -> Answer:
         """Wait for what is on its way to the tier or back; False if it is lost."""
-        step, is_tape = self._tokens[action.token]
-        if action.token in self._writes:
+        step, is_tape, is_write = self._tokens[action.token]
+        sent = self._sent[step, is_tape]
+        if is_write:
             # A tape stays in fast memory; a state is held elsewhere, if at all.
             written = self._left(step, is_tape, lets_go=not is_tape)
-            state = self._staged.pop(action.token, None)
-            if state is not None:
-                state.verify()
+            if sent.staged is not None:
+                sent.staged.verify()
+                sent.staged = None
             return written
-        sent = self._sent[step, is_tape]
         if not sent.lost:
             for transfer in (sent.transfer, *sent.group.fillers()):
                 self._wait(transfer)
@@ -444,7 +437,8 @@ class Holdings:
         if sent.lost:  # it is computed again when it is needed
             sweep.lost.add(~step if is_tape else step)
         elif is_tape:
-            tape = self._away.pop(step)
+            tape, sent.tape = sent.tape, None
+            assert tape is not None
             tape.returned()
             sweep.tapes[step] = Kept(tape, ())
         else:
@@ -462,8 +456,6 @@ class Holdings:
     def drop(self, sweep: Sweep, action: Drop) -> Answer:
         """Free the tier's copy; of a write that is not done, cancel it."""
         self._forget(action.step, action.tape)
-        if action.tape:
-            self._away.pop(action.step, None)
         return None
 
     # -------------------------------------------------------------- what is lost
@@ -559,8 +551,7 @@ class Holdings:
         """Return what an action waits for, or offers."""
         if not isinstance(action, Await):
             return Moved(action.step, action.tape, True, 0, self._tier_name)
-        step, is_tape = self._tokens[action.token]
-        return Moved(step, is_tape, action.token in self._writes, 0, self._tier_name)
+        return Moved(*self._tokens[action.token], 0, self._tier_name)
 
     def behind_s(self) -> float:
         """Return the seconds since the oldest write was queued that has not ended, else 0."""

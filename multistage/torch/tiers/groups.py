@@ -114,7 +114,7 @@ class Origin:
 
 
 class Watch:
-    """Tells whether a released tensor is written to by code that still has its memory.
+    """Makes a released tensor again; tells whether code that still has its memory writes to it.
 
     Parameters
     ----------
@@ -125,24 +125,27 @@ class Watch:
         Of the tensor, when it was right.
     """
 
-    __slots__ = ("_memories", "_origin", "_probe", "_version")
+    __slots__ = ("_geometry", "_memories", "_probe", "_version", "origin")
 
     def __init__(self, tensor: Tensor, origin: Origin, version: int) -> None:
         self._probe = tensor.detach()  # counts versions with it
         self._probe.data = torch.empty(0, device=tensor.device)
-        self._version, self._origin, self._memories = version, origin, origin.memories
+        self._version, self._geometry = version, Geometry.of(tensor)
+        self.origin, self._memories = origin, origin.memories
 
     @property
-    def changed(self) -> bool:
-        """Whether the memory is the same still, and was written to."""
-        return self._is_same and self._probe._version != self._version
+    def spoilt(self) -> bool:
+        """Whether its memory, the same still or that it came back to, was written to."""
+        changed = self._is_same and self._probe._version != self._version
+        return changed or self.origin.written
 
     @property
     def _is_same(self) -> bool:
-        return self._origin.memories == self._memories
+        return self.origin.memories == self._memories
 
-    def joined(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the present memory; counts with the one that is watched."""
+    def tensor(self, memory: Tensor) -> Tensor:
+        """Return the tensor on the present memory; it counts with the one that is watched."""
+        tensor = self.origin.tensor(self._geometry, memory)
         if not self._is_same:
             return tensor
         probe = self._probe.detach()
@@ -195,11 +198,9 @@ class TensorGroup:
         self._renewed: list[Origin] = []  # what its own way back fills
         self._fillers: list[Transfer | None] = []  # of its storages
         self._watches: dict[int, Watch] = {}
-        self._places: list[tuple[Origin, Geometry] | None] = []
-        for tensor in tensors:
-            self._places.append(None if tensor is None else self._place(tensor, stays))
+        self._places = [None if t is None else self._place(t, stays) for t in tensors]
 
-    def _place(self, tensor: Tensor, stays: Container[int]) -> tuple[Origin, Geometry] | None:
+    def _place(self, tensor: Tensor, stays: Container[int]) -> Origin | None:
         if not is_plain(tensor):
             if not isinstance(tensor, torch.nn.Parameter):
                 self.stuck.append(f"{type(tensor).__name__} of layout {tensor.layout}")
@@ -207,10 +208,10 @@ class TensorGroup:
         storage = tensor.untyped_storage()
         if storage._cdata in stays or not storage.nbytes():
             return None
-        return Origin.of(storage, self._known), Geometry.of(tensor)
+        return Origin.of(storage, self._known)
 
     def _storages(self) -> list[Origin]:
-        return list(dict.fromkeys(place[0] for place in self._places if place is not None))
+        return list(dict.fromkeys(place for place in self._places if place is not None))
 
     def lines(self) -> list[Tensor]:
         """Return the bytes that are transferred."""
@@ -227,7 +228,7 @@ class TensorGroup:
         for number, place in enumerate(self._places):
             tensor = self.tensors[number]
             if place is not None and tensor is not None:
-                self._watches[number] = Watch(tensor, place[0], tensor._version)
+                self._watches[number] = Watch(tensor, place, tensor._version)
                 self.tensors[number] = None
 
     def make_room(self) -> list[Tensor | None]:
@@ -265,11 +266,8 @@ class TensorGroup:
             return False
         if not all(origin.is_there for origin in memory):
             return False
-        for number, place in enumerate(self._places):
-            if place is not None:
-                watch = self._watches.pop(number)
-                tensor = watch.joined(place[0].tensor(place[1], memory[place[0]]))
-                self.tensors[number] = tensor
-                spoilt = watch.changed or place[0].written
-                self.versions[number] = -1 if spoilt else tensor._version
+        for number, watch in self._watches.items():
+            self.tensors[number] = tensor = watch.tensor(memory[watch.origin])
+            self.versions[number] = -1 if watch.spoilt else tensor._version
+        self._watches.clear()
         return True
