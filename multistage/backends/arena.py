@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import functools
 import mmap
 import os
-import sys
 import weakref
 from collections import deque
 
@@ -30,25 +28,6 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
 def whole_huge(nbytes: int) -> int:
     """Return `nbytes` rounded up so that huge pages cover all of it, where they cover most."""
     return round_up(nbytes, _HUGE) if nbytes >= _HUGE // 2 else nbytes
-
-
-# What an array of NumPy begins with, for compiled code of any version: an object's head, then where
-# its bytes are; 0 if that is found to be otherwise.
-_HEAD = object.__basicsize__ if sys.implementation.name == "cpython" else 0
-_probe = np.ones(3)[1:]
-if _HEAD and ctypes.c_void_p.from_address(id(_probe) + _HEAD).value != _probe.ctypes.data:
-    _HEAD = 0
-
-
-def address(array: Array) -> int:
-    """Return where the bytes of an array begin.
-
-    Between two steps of a computation, whose data is in the caches in place of our code,
-    `array.ctypes.data` takes 25 us, as much as all else of a put.
-    """
-    if _HEAD and isinstance(array, np.ndarray):
-        return ctypes.c_void_p.from_address(id(array) + _HEAD).value or 0
-    return int(array.ctypes.data)
 
 
 def pages(nbytes: int, *, touch: bool = True) -> Array:

@@ -107,7 +107,6 @@ class Store(Protocol):
         Shown in tables, for example `"file"`.
     queue_depth : int
         Writes that may be waiting or in flight before `put` refuses; may be set before `open`.
-    stats : StoreStats
 
     Notes
     -----
@@ -129,7 +128,11 @@ class Store(Protocol):
 
     name: str
     queue_depth: int
-    stats: StoreStats
+
+    @property
+    def stats(self) -> StoreStats:
+        """What was counted since `open`; a store may count only as it is asked."""
+        ...
 
     @property
     def transfers(self) -> deque[TransferRecord]:

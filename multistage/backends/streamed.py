@@ -23,6 +23,7 @@ import errno
 import math
 import os
 import time
+from array import array as words_of
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -34,7 +35,7 @@ from .. import native
 from ..errors import ArgumentError, StoreError
 from ..states.layout import Array, Layout, places
 from ..support.interrupts import Shield
-from .arena import PAGE, address, landing_bytes, landing_pool, lines_of, pages, round_up, whole_huge
+from .arena import PAGE, landing_bytes, landing_pool, lines_of, pages, round_up, whole_huge
 from .base import CheckpointLost, HeldStore, StoreStats, TransferRecord
 from .direct import DirectFile
 from .lanes import Lane, cpus_of, start_on
@@ -109,6 +110,7 @@ class StreamedStore(HeldStore):
             raise ArgumentError(f"queue_depth={queue_depth} must be at least 1")
         if threads not in (1, 2):
             raise ArgumentError(f"threads={threads} must be 1 or 2: that many each way")
+        self._stream: Stream | PlainStream | None = None
         super().__init__(name)
         self.queue_depth = queue_depth
         self.capacity_bytes = capacity_bytes
@@ -119,7 +121,6 @@ class StreamedStore(HeldStore):
         self._most_extent_bytes = extent_bytes
         self._chunk_bytes = chunk_bytes
         self.threads, self.cpus = threads, None if cpus is None else cpus_of(cpus)
-        self._stream: Stream | PlainStream | None = None
         self._ending: Ending[None] | None = None
         # Of a medium that is a file, whose bytes the C core's own threads move.
         self._hooks: tuple[Hook | None, Hook | None] | None = None
@@ -311,6 +312,17 @@ class StreamedStore(HeldStore):
             self._stream.note()
         return self._transfers
 
+    @property
+    def stats(self) -> StoreStats:
+        """What was counted since `open`; see `Store`."""
+        if self._stream is not None:
+            self._stream.note()
+        return self._stats
+
+    @stats.setter
+    def stats(self, stats: StoreStats) -> None:
+        self._stats = stats
+
     def _opened(self) -> Stream | PlainStream:
         self._hold.check()
         assert self._stream is not None
@@ -349,16 +361,14 @@ class Stream:
         self._view, self._record = native.StreamView(), native.StreamRecord()
         self._lanes: list[Lane[int]] = []
         self._warned = not setup.warns  # that there is no more room
-        self._next = 1
+        self._next, self._lost_before = 1, 0
         self._kept: dict[int, object] = {}  # arrays of writes by number, until they have ended
         self._landings: dict[int, tuple[int, Array]] = {}  # of large states by key
         self._ending: dict[int, Array] = {}  # of reads that were dropped, until they have ended
         self._shapes: dict[int, list[tuple[Any, Any, int]]] = {}  # by key, where they vary
         self._kinds = [(leaf.shape, leaf.dtype, leaf.offset) for leaf in layout.leaves]
         self._pool = landing_pool(round_up(layout.nbytes))
-        self._pieces = (native.Piece * len(layout.leaves))()
-        for piece, leaf in zip(self._pieces, layout.leaves, strict=True):
-            piece.offset, piece.nbytes = leaf.offset, leaf.nbytes
+        self._lay_out([(leaf.offset, leaf.nbytes) for leaf in layout.leaves])
         self._texts: dict[int, str] = {}
         self._bytes = extent_bytes = round_up(setup.count * layout.nbytes)
         outside = self._outside = hooks is None
@@ -371,6 +381,7 @@ class Stream:
             record_bytes=layout.nbytes,
             extent_bytes=extent_bytes,
             depth=setup.depth,
+            head=native.HEAD,
             chunk_bytes=setup.bounce_bytes // bounces if setup.count == 1 else extent_bytes,
             n_bounces=bounces,
             unverified=not setup.verify,
@@ -441,15 +452,23 @@ class Stream:
         return True
 
     def _put_large(self, key: int, arrays: Sequence[Array], block: bool) -> bool:
-        if not block and not self._ready(self._handle):  # the price of an offer, mostly
+        # Few calls, of few kinds: between two steps their code and data are in no near cache.
+        if not block and not self._ready(self._handle):
             return self._refused(_WAIT)
         if key in self._landings:
             self.drop(key)  # that was not dropped yet
-        pieces = self._pieces_of(key, arrays)
+        if self._layout.varied:
+            self._lay_out_for(key, arrays)
+        words, at = self._words, 0
+        if 3 * len(arrays) != len(words):
+            raise ArgumentError(f"{len(arrays)} arrays, not the {len(words) // 3} of the layout")
+        for array in arrays:
+            words[at] = native.whereabouts(array)
+            at += 3
         number, self._next = self._next, self._next + 1
         self._kept[number] = tuple(arrays)
-        given = self._handle, key, number, pieces, len(pieces)
-        while (answer := self._queue(*given)) <= 0 and self._again(answer, block):
+        handle, queue = self._handle, self._queue
+        while (answer := queue(handle, key, number)) <= 0 and self._again(answer, block):
             pass
         if self._view.news:
             self._tell()
@@ -487,24 +506,22 @@ class Stream:
                 warn_full(f"tier {self._name!r}", "no space is left" if self._view.full else used)
         return False
 
-    def _pieces_of(self, key: int, arrays: Sequence[Array]) -> ctypes.Array[native.Struct]:
-        """Return where a large state lies, and will lie in its record."""
-        pieces = self._pieces
-        if self._layout.varied:
-            offsets, nbytes = places([array.nbytes for array in arrays])
-            pieces, shapes = (native.Piece * len(arrays))(), []
-            for piece, array, at in zip(pieces, arrays, offsets, strict=True):
-                piece.offset, piece.nbytes = at, array.nbytes
-                shapes.append((array.shape, array.dtype, at))
-            if sum(array.nbytes for array in arrays) > self._layout.nbytes:
-                raise ArgumentError(
-                    f"put of {nbytes} bytes in tier {self._name!r}, opened for at most "
-                    f"{self._layout.nbytes}"
-                )
-            self._shapes[key] = shapes
-        for piece, array in zip(pieces, arrays, strict=True):
-            piece.data = address(array)
-        return pieces
+    def _lay_out(self, parts: Sequence[tuple[int, int]]) -> None:
+        """Say at which bytes of its record each array of a large state will lie: offset, nbytes."""
+        self._words = words_of("q", (word for part in parts for word in (0, *part)))
+        self._view.pieces = (native.Piece * len(parts)).from_buffer(self._words)
+        self._view.n_pieces = len(parts)
+
+    def _lay_out_for(self, key: int, arrays: Sequence[Array]) -> None:
+        sizes = [array.nbytes for array in arrays]
+        offsets, nbytes = places(sizes)
+        if sum(sizes) > (most := self._layout.nbytes):
+            at_most = f"opened for at most {most}"
+            raise ArgumentError(f"put of {nbytes} bytes in tier {self._name!r}, {at_most}")
+        self._lay_out(list(zip(offsets, sizes, strict=True)))
+        self._shapes[key] = [
+            (array.shape, array.dtype, at) for array, at in zip(arrays, offsets, strict=True)
+        ]
 
     def wait_written(self, key: int) -> bool:
         """Block until the arrays of `key` are not read any more; False if they are lost."""
@@ -548,7 +565,7 @@ class Stream:
             number, self._next = self._next, self._next + 1
             self._landings[key] = number, self._pool.take(max(1, nbytes)) if into is None else into
         number, landing = self._landings[key]
-        self._held.ms_stream_read(self._handle, key, number, address(landing))
+        self._held.ms_stream_read(self._handle, key, number, native.whereabouts(landing))
 
     def arrived(self, key: int, timeout_s: float) -> bool:
         """Wait for a read, no longer than some seconds; return whether it has ended."""
@@ -634,23 +651,24 @@ class Stream:
 
     def _tell(self) -> None:
         """Note what the stream shows, and let go of what it needs no more."""
-        view, stats = self._view, self._stats
+        view = self._view
         view.news = 0
         if view.records > _MANY:
             self.note()
         while self._outside and (number := self._held.ms_stream_freed(self._handle)) >= 0:
             self._medium.free(number)
-        stats.bytes_written, stats.bytes_read = view.bytes_written, view.bytes_read
-        stats.stored_bytes, stats.lost = view.stored_bytes, view.lost
-        stats.peak_stored_bytes = view.peak_stored_bytes
         for kept, ended in ((self._kept, view.written), (self._ending, view.read)):
             while kept and (number := next(iter(kept))) <= ended:
                 del kept[number]
 
     def note(self) -> None:
-        """Note the transfers that have ended."""
+        """Note the transfers that have ended, and what the stream has counted."""
+        view, stats = self._view, self._stats
+        stats.bytes_written, stats.bytes_read = view.bytes_written, view.bytes_read
+        stats.stored_bytes, stats.peak_stored_bytes = view.stored_bytes, view.peak_stored_bytes
+        stats.lost, self._lost_before = stats.lost + view.lost - self._lost_before, view.lost
         one, told = self._record, self._held.ms_stream_record
-        while self._view.records and told(self._handle, one):
+        while view.records and told(self._handle, one):
             kind: Literal["read", "write"] = "read" if one.is_read else "write"
             times = 1e-9 * one.start_ns, 1e-9 * one.stop_ns
             self._transfers.append(TransferRecord(kind, one.key, *times, one.nbytes))

@@ -69,7 +69,6 @@ class FaultyStore(WrapperStore):
         self._restart()
 
     def _restart(self) -> None:
-        self.stats = self._inner.stats
         self.puts = self.writes = self.gets = 0
         self._doomed: set[int] = set()
 

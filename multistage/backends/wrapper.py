@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from ..states.layout import Layout
-from .base import Store, TransferRecord
+from .base import Store, StoreStats, TransferRecord
 
 
 class WrapperStore:
@@ -44,7 +44,6 @@ class WrapperStore:
     def __init__(self, inner: Store) -> None:
         self._inner = inner
         self.name = inner.name
-        self.stats = inner.stats
 
     @property
     def queue_depth(self) -> int:
@@ -54,6 +53,11 @@ class WrapperStore:
     @queue_depth.setter
     def queue_depth(self, depth: int) -> None:
         self._inner.queue_depth = depth
+
+    @property
+    def stats(self) -> StoreStats:
+        """The inner store's counts, which it may make only as it is asked for them."""
+        return self._inner.stats
 
     @property
     def transfers(self) -> deque[TransferRecord]:

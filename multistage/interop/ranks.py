@@ -541,7 +541,6 @@ class AgreedStore(WrapperStore):
             if ours:  # else it may be open for others
                 self._inner.close()
             raise
-        self.stats = self._inner.stats
         self._reset()
 
     # ------------------------------------------------------------------ writes

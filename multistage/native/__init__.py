@@ -14,10 +14,13 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+import numpy as np
 
 from ..errors import ArgumentError, SlowWarning
 from .header import Header, sum_of_sources
@@ -97,6 +100,25 @@ def _load_held(path: str) -> ctypes.PyDLL:
 
 LIBRARY, _WHY = _load(os.environ.get("MULTISTAGE_CORE", ""))
 HELD = None if LIBRARY is None else _load_held(LIBRARY._name)
+
+
+# What an array of NumPy begins with, for compiled code of any version: an object's head, then where
+# its bytes are; 0 if that is found to be otherwise.
+HEAD = object.__basicsize__ if sys.implementation.name == "cpython" else 0
+_probe = np.ones(3)[1:]
+if HEAD and ctypes.c_void_p.from_address(id(_probe) + HEAD).value != _probe.ctypes.data:
+    HEAD = 0
+
+
+def whereabouts(array: object) -> int:
+    """Return what tells the core where the bytes of an array begin: HEAD further on, or here if 0.
+
+    Between two steps of a computation, whose data is in the caches in place of our code,
+    `array.ctypes.data` takes 25 us, more than all else of a put.
+    """
+    if not isinstance(array, np.ndarray):
+        raise ArgumentError(f"a store takes arrays of NumPy, not {type(array).__name__}")
+    return id(array) if HEAD else int(array.ctypes.data)
 
 
 def available() -> bool:

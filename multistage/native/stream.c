@@ -172,7 +172,7 @@ static void bury(stream_t *s)
         else
             room_give(&s->room, &e->home);
         s->view->stored_bytes = s->room.taken - s->room.lost;
-        s->view->news = 1;
+        s->view->news |= s->o.outside != 0;
         forget(s, e);
     }
 }
@@ -227,7 +227,6 @@ static int64_t new_extent(stream_t *s, int64_t nbytes, extent_t **made)
     view->stored_bytes = s->room.taken - s->room.lost;
     if (view->peak_stored_bytes < view->stored_bytes)
         view->peak_stored_bytes = view->stored_bytes;
-    view->news = 1;
     *made = e;
     return 1;
 }
@@ -242,6 +241,14 @@ static extent_t *find(stream_t *s, int64_t key, int64_t *place)
 }
 
 /* --- writes ------------------------------------------------------------------------- */
+
+static char *bytes_of(const stream_t *s, const char *array)
+{
+    char *bytes = (char *)array;
+    if (s->o.head)
+        memcpy(&bytes, array + s->o.head, sizeof bytes);
+    return bytes;
+}
 
 static void queue_write(stream_t *s, extent_t *e, char *data)
 {
@@ -324,10 +331,11 @@ static int64_t put_small(stream_t *s, int64_t key, const piece_t *pieces, int64_
 
 int64_t ms_stream_fill(stream_t *s, int64_t key) { return put_small(s, key, NULL, 0); }
 
-int64_t ms_stream_put(stream_t *s, int64_t key, int64_t id, const piece_t *pieces, int64_t n_pieces)
+int64_t ms_stream_put(stream_t *s, int64_t key, int64_t id)
 {
+    const piece_t *pieces = s->view->pieces;
     extent_t *e = NULL;
-    int64_t nbytes = ALIGN;
+    int64_t nbytes = ALIGN, n_pieces = s->view->n_pieces;
     if (s->o.n_buffers)
         return put_small(s, key, pieces, n_pieces);
     ms_stream_drop(s, key);
@@ -346,8 +354,10 @@ int64_t ms_stream_put(stream_t *s, int64_t key, int64_t id, const piece_t *piece
         forget(s, e);
         return STREAM_FULL;
     }
-    if (n_pieces)
-        memcpy(e->pieces, pieces, (size_t)n_pieces * sizeof *pieces);
+    for (int64_t i = 0; i < n_pieces; i++) {
+        e->pieces[i] = pieces[i];
+        e->pieces[i].data = bytes_of(s, pieces[i].data);
+    }
     e->first = key, e->id = id, e->live = e->filled = 1;
     e->write.n_pieces = n_pieces;
     s->waiting++;
@@ -488,10 +498,10 @@ void ms_stream_prefetch(stream_t *s, int64_t key)
     }
 }
 
-void ms_stream_read(stream_t *s, int64_t key, int64_t id, char *into)
+void ms_stream_read(stream_t *s, int64_t key, int64_t id, const char *into)
 {
     int64_t place;
-    queue_read(s, find(s, key, &place), id, into, 0);
+    queue_read(s, find(s, key, &place), id, bytes_of(s, into), 0);
 }
 
 /* Have the read of a record, which is not in a buffer, end. */

@@ -26,11 +26,13 @@ enum { STREAM_WAIT = -1, STREAM_LOST = -2, STREAM_MEMORY = -3, STREAM_TELL = -4,
 typedef struct {
     int64_t buffer, at; /* where the next small record is put; buffer -1: ms_stream_room finds one */
     int64_t place;      /* of the small record that was got last, in its extent */
-    int64_t news;       /* becomes 1 when anything of the following changes */
     int64_t bytes_written, bytes_read, stored_bytes, peak_stored_bytes, lost;
+    int64_t news;       /* becomes 1 when a transfer has ended, or something was lost or freed */
     int64_t written, read; /* arrays of puts, memory of reads, are the caller's up to these ids */
     int64_t error, write_failed; /* of the record that was lost last */
     int64_t full; /* the medium took no more: what it held then is its capacity */
+    const piece_t *pieces; /* the caller's: what ms_stream_put puts */
+    int64_t n_pieces;
     int64_t records; /* transfers that ms_stream_record tells of; the oldest of thousands fall off */
 } stream_view_t;
 
@@ -40,6 +42,7 @@ typedef struct {
     int64_t count;       /* small records that share an extent */
     int64_t record_bytes, extent_bytes; /* of small ones; an extent is whole pages */
     int64_t depth;       /* writes of large records in flight */
+    int64_t head;        /* not 0: arrays of large records are objects, with their address so far on */
     char *arena;         /* n_buffers extents to gather in; from `landing` on as many to read into */
     int64_t landing, n_buffers; /* 0: records are of any size, an extent each */
     char *bounce; /* n_bounces buffers of chunk_bytes, whole pages: large records pass through them */
@@ -65,11 +68,10 @@ enum { STREAM_PLACE = 36 };
 /* Returns 0 or an errno; the stream is at *stream, NULL after an error. */
 EXPORT int64_t ms_stream_open(const stream_options_t *options, stream_t **stream);
 
-/* Put a record: 1 if it is taken, else STREAM_WAIT (its queue is full), STREAM_FULL or STREAM_TELL
- * (it may have room after ms_stream_freed).  The arrays of a large one stay as they are until
- * view.written is at least `id`: ascending. */
-EXPORT int64_t ms_stream_put(stream_t *s, int64_t key, int64_t id, const piece_t *pieces,
-                             int64_t n_pieces);
+/* Put a record of view.pieces: 1 if it is taken, else STREAM_WAIT (its queue is full), STREAM_FULL
+ * or STREAM_TELL (it may have room after ms_stream_freed).  The arrays of a large one stay as they
+ * are until view.written is at least `id`: ascending. */
+EXPORT int64_t ms_stream_put(stream_t *s, int64_t key, int64_t id);
 /* Find a place for the next small record; answers as a put.  Put what was copied there. */
 EXPORT int64_t ms_stream_room(stream_t *s);
 EXPORT int64_t ms_stream_fill(stream_t *s, int64_t key);
@@ -88,7 +90,7 @@ EXPORT void ms_stream_cancel(stream_t *s, int64_t key);
  * large one into `into`, whole pages, which stay until view.read is at least `id`, ascending, or a
  * drop says so. */
 EXPORT void ms_stream_prefetch(stream_t *s, int64_t key);
-EXPORT void ms_stream_read(stream_t *s, int64_t key, int64_t id, char *into);
+EXPORT void ms_stream_read(stream_t *s, int64_t key, int64_t id, const char *into);
 /* Whether the read of a record has ended: 1, STREAM_WAIT, or STREAM_MEMORY: read it. */
 EXPORT int64_t ms_stream_arrived(stream_t *s, int64_t key);
 /* Get a record that has been read: which extent of the arena a small one is in until the next call,

@@ -110,8 +110,8 @@ static int run(int fd, int64_t count, int64_t room, transfer_t *write_with, int 
             }
             memset(source[key], turn % 100 + 1, LARGE);
             id += count == 1;
-            while ((answer = ms_stream_put(stream, key, id, pieces, 2)) == STREAM_WAIT ||
-                   answer == STREAM_TELL)
+            view.pieces = pieces, view.n_pieces = 2;
+            while ((answer = ms_stream_put(stream, key, id)) == STREAM_WAIT || answer == STREAM_TELL)
                 wait_and_tell();
             held[key] = answer > 0;
             id -= count == 1 && answer < 0;

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multistage.backends import arena
 from multistage.backends.arena import (
     PAGE,
     LandingPool,
@@ -36,15 +35,6 @@ def test_pages(nbytes: int, touch: bool) -> None:
     assert len(array) % PAGE == 0
     assert not array.any()
     array[:] = 1
-
-
-def test_the_address_of_an_array() -> None:
-    whole = np.arange(12.0).reshape(3, 4)
-    odd = np.ones(3, "M8[s]"), type("Line", (np.ndarray,), {})(4), np.frombuffer(b"1" * 8)
-    for array in (whole, whole[1:], whole[:0], whole[1, 2, ...], *odd):
-        assert arena.address(array) == array.ctypes.data
-    with pytest.raises(AttributeError):  # what states of one's own may give a store
-        arena.address(memoryview(whole))  # type: ignore[arg-type]
 
 
 def address(array: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:

@@ -1,5 +1,6 @@
 """The core is there, or is not, and says so: `MULTISTAGE_CORE` and the warning."""
 
+import ctypes
 import importlib.machinery
 import importlib.util
 import os
@@ -7,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import multistage
 from multistage import native
-from multistage.errors import SlowWarning
+from multistage.errors import ArgumentError, SlowWarning
 from multistage.native.header import sum_of_sources
 
 ROOT = Path(multistage.__file__).parents[1]
@@ -132,3 +134,15 @@ def test_a_sweep_and_a_chain_are_the_same_without_the_core(tmp_path):
     on = run_code("required", "with", tmp_path)
     assert on.returncode == 0, on.stderr
     assert on.stdout == off.stdout
+
+
+def test_where_an_array_is():
+    whole = np.arange(12.0).reshape(3, 4)
+    odd = np.ones(3, "M8[s]"), type("Line", (np.ndarray,), {})(4), np.frombuffer(b"1" * 8)
+    for array in (whole, whole[1:], whole[:0], whole[1, 2, ...], *odd):
+        at = native.whereabouts(array)
+        if native.HEAD:
+            at = ctypes.c_void_p.from_address(at + native.HEAD).value
+        assert at == array.ctypes.data
+    with pytest.raises(ArgumentError, match="arrays of NumPy, not memoryview"):
+        native.whereabouts(memoryview(whole))  # what states of one's own may give a store
