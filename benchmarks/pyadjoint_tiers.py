@@ -18,7 +18,7 @@ paired sweeps:
 
 - `speed_over_memory`: `memory` over `ours`;
 - `sync_disk_over_ours`: `disk` over `ours`;
-- `over_bound`: the makespan that the plan predicts for costs as seen, over that of `ours`;
+- `over_bound`: the makespan that the plan of a sweep predicts, over that of the sweep;
 - `taylor_order`, `hessian_order`: the least of two controls;
 - `bits_equal`: 1 if all gradients are equal, and the Hessian.
 
