@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_294,
+    "package_lines": 61_331,
     "classes": 476,
-    "functions": 3914,
+    "functions": 3917,
     "files_under_60": 3,
     "import_lines": 3511,
     "twins": 0,
-    "test_lines": 57_452,
+    "test_lines": 57_494,
 }
 
 

@@ -334,6 +334,31 @@ def test_autograd_functions_hold_nothing_after_backward() -> None:
         gc.enable()
 
 
+class Rectified(nn.Module):
+    """Blocks that end in a rectified sum, which nothing saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.relu(x + torch.tanh(block(x)))
+        return x
+
+
+def test_no_cut_keeps_a_sum_that_plain_training_does_not() -> None:
+    plain, x = Rectified(), batch(256, WIDTH)
+    compiled = mst.compile(copy.deepcopy(plain), memory=0.7)
+    step(compiled, x)
+    step(plain, x)
+    with Meter(torch.device("cpu")) as meter:
+        meter.ignore([x, *plain.parameters(), *[p.grad for p in plain.parameters()]])
+        plain(x).square().mean().backward()
+    assert compiled.plan is not None
+    assert compiled.plan.plain_bytes == pytest.approx(meter.peak_bytes + x.nbytes, rel=0.1)
+
+
 @pytest.fixture
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever can be made again is said to cost nothing: tapes are kept in part."""
@@ -398,7 +423,7 @@ def unsteady(block: Any, y: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("cheap")
-@pytest.mark.parametrize("memory", [0.9, 0.4])
+@pytest.mark.parametrize("memory", [0.9, 0.45])
 @pytest.mark.parametrize("check", ["error", "off"])
 def test_what_operators_of_ones_own_make_again_is_compared(
     check: Any, memory: float, monkeypatch: pytest.MonkeyPatch
@@ -994,7 +1019,7 @@ def test_torch_func_beside_breaks_is_refused_and_leaves_hooks_on(inside: bool) -
                 x = cubed(x)
             return self.stages(x)
 
-    model = mst.compile(Model(), memory=0.9, allow_breaks=True)
+    model = mst.compile(Model(), memory=1.0, allow_breaks=True)
     for _ in range(2):
         with pytest.raises(ArgumentError, match=r"by torch\.func, beside which"):
             model(torch.ones(4, 16))

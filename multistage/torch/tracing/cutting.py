@@ -68,7 +68,8 @@ def _possible(observed: Observed, cut: Cut) -> bool:
 def cuts(observed: Observed) -> list[Cut]:
     """Return where a graph is cut, in order.
 
-    Wherever a single tensor passes that takes part in the gradient; and inside
+    Wherever a single tensor passes that takes part in the gradient, but for a sum
+    that only a cut would keep and one operation turns into what is kept; and inside
     of what is large between two such places (U-Nets, dense blocks, biases that
     all layers share), where the fewest bytes pass.
     """
@@ -78,6 +79,7 @@ def cuts(observed: Observed) -> list[Cut]:
     order = {place.node: number for number, place in enumerate(places)}
     chosen: list[int] = []
     start, begun = 0, 0
+    last: int | None = None  # a cut where one tensor passes
     for number, place in enumerate(places):
         single = (
             _wanting(observed, place) == [place.node]
@@ -95,9 +97,20 @@ def cuts(observed: Observed) -> list[Cut]:
                 ]
                 chosen += _evenly(observed, places, made, inner, begun, *within)
             if single:
+                if last is not None and _kept_for_nothing(observed, places, made, last, number):
+                    chosen.remove(last)
                 chosen.append(number)
+                last = number
             start, begun = number + 1, made[number]
     return [places[number] for number in chosen]
+
+
+def _kept_for_nothing(
+    observed: Observed, places: Sequence[Cut], made: Sequence[int], number: int, following: int
+) -> bool:
+    """Whether no operation saves what passes a cut, and little is made up to the next."""
+    known = observed.values[places[number].node]
+    return not known.is_saved and made[following] - made[number] <= known.nbytes
 
 
 def _written_beyond(observed: Observed, cut: Cut, number: int, order: dict[fx.Node, int]) -> bool:

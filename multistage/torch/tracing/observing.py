@@ -54,6 +54,8 @@ class Value:
         Whether its call changes something that is no tensor.
     closed : bool
         Whether no cut may follow.
+    is_saved : bool
+        Whether an operation saves what lies in its storage for its gradient.
     """
 
     wants: bool = False
@@ -64,6 +66,7 @@ class Value:
     is_mode: bool = False
     is_effect: bool = False
     closed: bool = False
+    is_saved: bool = True
 
 
 @dataclass(slots=True)
@@ -152,7 +155,7 @@ def _observed(graph: fx.GraphModule, arguments: Sequence[object], own: Sequence[
 
     observer = _Observer(graph)
     try:
-        with Saved(None, missing, missing), torch.enable_grad():
+        with Saved(observer.see, missing, missing), torch.enable_grad():
             observer.observe(arguments, own)
     except _MissingError:
         pass
@@ -160,6 +163,7 @@ def _observed(graph: fx.GraphModule, arguments: Sequence[object], own: Sequence[
         if "saved tensor hooks" not in str(error):  # which torch.func does not support
             raise
     else:
+        observer.close()
         return observer
     observer = _Observer(graph)
     with torch.enable_grad():
@@ -199,6 +203,18 @@ class _Observer(fx.Interpreter):
         self.same: dict[fx.Node, int] = {}  # what is an argument of the model's own: its place
         self._known: dict[int, object] = {}
         self._own: dict[int, int] = {}
+        self._saved: dict[int, StorageWeakRef] = {}  # or their addresses might be used again
+
+    def see(self, tensor: Tensor) -> None:
+        """Note what is saved for a gradient."""
+        storage = storage_of(tensor)
+        if storage is not None:
+            self._saved[storage.cdata] = storage
+
+    def close(self) -> None:
+        """Note which values nothing has saved."""
+        for known in self.values.values():
+            known.is_saved = known.storage is None or known.storage.cdata in self._saved
 
     def observe(self, arguments: Sequence[object], own: Sequence[bool]) -> None:
         """Run the graph on copies of its arguments."""
