@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import itertools
 import pickle
@@ -28,7 +29,7 @@ from multistage.errors import (
     StateError,
 )
 from multistage.torch.chains.stages import StageRunner
-from multistage.torch.environment import states
+from multistage.torch.environment import randomness, states
 from multistage.torch.measurement import measure
 from multistage.torch.measurement.traits import Remade
 from multistage.torch.tensors.checksums import Digests
@@ -332,6 +333,22 @@ def test_autograd_functions_hold_nothing_after_backward() -> None:
         assert meter.live_bytes() < x.nbytes
     finally:
         gc.enable()
+
+
+def test_graphs_of_torch_alone_read_its_generators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, x = MODELS["dropping"]()
+    compiled, reads = mst.compile(plain, memory=0.8), list[str]()
+    step(compiled, x)
+    for source in (randomness._python, randomness._numpy):
+
+        def get(source: randomness.Source = source) -> bytes:
+            reads.append(source.name)
+            return source.get()
+
+        name = "_python" if source is randomness._python else "_numpy"
+        monkeypatch.setattr(randomness, name, dataclasses.replace(source, get=get))
+    step(compiled, x)
+    assert not reads
 
 
 class Rectified(nn.Module):

@@ -133,7 +133,8 @@ class StageRunner:
         self._devices |= devices
         self._watched = len(self._own)
         others = [d for d in self._devices if d.type not in ("cpu", "meta")]
-        self._generators = Generators(sorted(others, key=str), self._own.values())
+        ordered = sorted(others, key=str)
+        self._generators = Generators(ordered, self._own.values(), of_torch=self.is_closed)
         self._random = self._generators.capture()
 
     def _device_types(self) -> list[str]:
@@ -302,7 +303,8 @@ class StageRunner:
         remade = self.traits[i].remade
         if remade is None or not remade.fits(tape):
             return None
-        with torch.no_grad(), self._around[i].again():
+        # Whatever draws is kept.
+        with torch.no_grad(), self._around[i].again(random=False):
             made = remade.make(state.fresh(self._wants[i], False), tape)
         if self._first[i][1]:
             digests = Digests()

@@ -49,13 +49,19 @@ class Generators:
     own : iterable of (str, generator)
         Generators of the computation itself, with names: a `torch.Generator`, a
         `numpy.random.Generator` or `RandomState`, a `random.Random`.
+    of_torch : bool
+        Whether it calls operations of torch alone, which leave Python's and NumPy's as they are.
     """
 
     def __init__(
-        self, devices: Sequence[torch.device] = (), own: Iterable[tuple[str, Own]] = ()
+        self,
+        devices: Sequence[torch.device] = (),
+        own: Iterable[tuple[str, Own]] = (),
+        *,
+        of_torch: bool = False,
     ) -> None:
         self._sources = [_of_torch("torch's generator of cpu", torch.default_generator)]
-        self._sources += [_python, _numpy]
+        self._sources += [] if of_torch else [_python, _numpy]
         self._sources += [_of_device(device) for device in devices]
         self._sources += [_of_own(name, generator) for name, generator in own]
         self._room: list[int] = []

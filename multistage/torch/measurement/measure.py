@@ -284,10 +284,10 @@ class StageRun:
         To capture its environment and put it back, to read the generators, to hand each
         tensor that it saves to a hook and back, and to take its checksum.
         """
-        generators = Generators() if self._trait.may_draw else None
+        trait = self._trait
+        generators = Generators(of_torch=trait.is_pure) if trait.may_draw else None
 
         def twice() -> None:  # as it first runs, and as it runs again
-            trait = self._trait
             around = Environment(self._scope, trait.name, trait.buffers, by_value=True)
             around.verify()
             with around.again():
