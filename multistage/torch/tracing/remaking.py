@@ -32,7 +32,7 @@ from .observing import _PLAIN, storage_of
 
 # Bytes that are not kept for a second of making them again, as multiples of what running the
 # whole stage again gives: each is a way to keep the stage's tape.
-_WORTH = (1.5, 6.0)
+_WORTH = (1.0, 6.0)
 _ROUNDS = 3
 
 
