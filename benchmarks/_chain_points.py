@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint_sequential
 import multistage.torch as mst
 from benchmarks._chain_models import build
 from benchmarks._common import interleaved
+from benchmarks._zoo_run import CompiledMeter
 from multistage.model.stages import StageCosts
 from multistage.torch.environment.states import tensors_in
-from multistage.torch.tensors.meter import Meter
 
 
 def _prepared(task: dict[str, Any]) -> tuple[Any, Tensor, torch.device]:
@@ -100,12 +100,17 @@ class _Steps:
 
         return run
 
-    def chain(self, planner: Any, limit: int) -> tuple[mst.Sequential, dict[str, Any]]:
+    def chain(self, planner: Any, limit: int) -> tuple[Any, dict[str, Any]]:
         """Return the network by a plan, and what the plan predicts."""
-        costs = StageCosts.load(self._task["costs"])
-        chain = mst.Sequential(
-            self._stages, self._x, memory=limit, planner=planner, costs=costs, check="off"
-        )
+        chain: mst.Compiled | mst.Sequential
+        if planner == "optimal":
+            chain = mst.compile(self._stages, memory=limit, check="off")
+            chain(self._x)
+        else:
+            costs = StageCosts.load(self._task["costs"])
+            chain = mst.Sequential(
+                self._stages, self._x, memory=limit, planner=planner, costs=costs, check="off"
+            )
         assert chain.plan is not None
         return chain, {
             "predicted_s": chain.plan.makespan_s,
@@ -117,7 +122,7 @@ class _Steps:
         """Check the gradient, and return the peak of one more step."""
         for ours, theirs in zip(self._of(run), self._gradients, strict=True):
             assert torch.equal(ours, theirs), f"{self._task}: another gradient than plain training"
-        with Meter(self._device) as meter:
+        with CompiledMeter(self._device) as meter:
             meter.ignore([self._x, *self._parameters])
             meter.ignore(p.grad for p in self._parameters if p.grad is not None)
             meter.ignore(self.plain.buffers())

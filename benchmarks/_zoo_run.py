@@ -72,14 +72,14 @@ class Way:
         parameters = list(self.module.parameters())
         if all(p.grad is None for p in parameters):
             self.step()  # gradients of parameters are there from now on
-        with _Meter(torch.device("cpu")) as meter:
+        with CompiledMeter(torch.device("cpu")) as meter:
             meter.ignore([*self.given, *parameters, *self.module.buffers(), *_known.values()])
             meter.ignore(t.grad for t in [*parameters, *self.given] if t.grad is not None)
             self.step()
         return meter.peak_bytes + self.beside
 
 
-class _Meter(Meter):
+class CompiledMeter(Meter):
     """A meter under which a captured graph runs, in place of the model itself."""
 
     @classmethod

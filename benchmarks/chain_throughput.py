@@ -3,8 +3,9 @@
 A residual network and an MLP mixer (and torchvision's networks on a CUDA
 device, where torchvision is installed): plain training, torch's
 `checkpoint_sequential` with every number of segments from 2 to 2 sqrt(L), the
-optimal schedule within the peak of each of these, and the optimal schedule and
-Revolve at some limits between the least and plain training's.  Each point is a
+optimal schedule within the peak of each of these (`compile`, which also keeps tapes in part),
+and the optimal schedule and Revolve (`Sequential`) at some limits between the least and plain
+training's.  Each point is a
 fresh process, in which its steps alternate with plain ones, and those of
 `checkpoint_sequential` with those of the optimal schedule at its peak;
 gradients are asserted to be the plain ones.

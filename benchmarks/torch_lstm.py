@@ -284,7 +284,7 @@ def _ratios(
     samples: dict[int, dict[str, list[dict[str, Any]]]], flat: Sequence[str]
 ) -> dict[str, float]:
     longest, first = max(samples), min(n for n in samples if n >= min(8_000, max(samples)))
-    growth = [_peak(samples[longest][m]) / _peak(samples[first][m]) for m in flat]
+    growth = [_peak(samples[longest][m]) / max(1, _peak(samples[first][m])) for m in flat]
     fits = max(n for n in samples if n <= 8_000)
     plain = _seconds(samples[fits]["plain"])
     at = samples[longest]
