@@ -10,6 +10,9 @@
  *                and     P[k] - P[s] + E(k, t, m - state[k]) + E(s, k-1, m)
  *                        over s < k <= t                if m >= none(s, t)
  *
+ * Where not all runs (s, t) are in the table, k - 1 is an end of those that begin with s, and
+ * the stages between the end before t and t may be reversed by short runs (`excess_near`).
+ *
  * The second line is a (min,+) product.  Memory is cut into planes of 16
  * slots, kept apart: plane, then (s, t) by rows, then slot.  A plane is solved
  * by tiles of 16 x 16 pairs, diagonal by diagonal; the tiles of a diagonal are
@@ -32,13 +35,13 @@
 
 #include "chain.h"
 
-enum { TILE = 16, DEPTH = 192, MAX_THREADS = 64 };
+enum { DEPTH = 192, MAX_THREADS = 64 };
 enum { BASELINE = 1, AVX2 = 2, AVX512 = 3 };
 enum { NO_MEMORY = -1 };
 
 typedef struct {
     const chain_t *chain;
-    const int32_t *none; /* none(s, t), as rows of the triangle */
+    const int32_t *none; /* none(s, t), in cells */
     float *table;
     int64_t cells; /* of a plane */
     int64_t plane, diagonals;
@@ -52,7 +55,7 @@ typedef struct {
 
 static inline float *cell(const solve_t *x, int64_t plane, int64_t s, int64_t t)
 {
-    return x->table + (plane * x->cells + row(x->chain->n, s) + t) * PLANE;
+    return x->table + (plane * x->cells + run_cell(x->chain, s, t)) * PLANE;
 }
 
 /* ------------------------------------------------------------------ kernels */
@@ -137,12 +140,42 @@ static void load(const solve_t *x, int64_t s, int64_t t, int64_t m, float *out)
         memcpy(out + PLANE - shift, cell(x, plane + 1, s, t), (size_t)shift * sizeof(float));
 }
 
+/* Lower the values of (s, t) to those by short runs (see `excess_near`), if one run does not fit. */
+static void finish_near(const solve_t *x, int64_t s, int64_t t, int64_t none, float *out)
+{
+    const chain_t *c = x->chain;
+    const int64_t m = x->plane * PLANE, before = end_before(c, s, t), passing = none - c->grad[t + 1];
+    float found[GAP + 1][PLANE], run[PLANE];
+    if (before == t - 1)
+        return;
+    load(x, before + 1, t, m - c->state[before + 1], run);
+    memcpy(found[0], cell(x, x->plane, s, before), sizeof found[0]);
+    if (run[0] < INFINITY || found[0][PLANE - 1] == INFINITY)
+        return;
+    for (int64_t j = before + 1; j <= t; j++) {
+        float *best = found[j - before];
+        fill(best, PLANE, INFINITY);
+        for (int64_t k = first_near(s, j); k <= j; k++) {
+            if (!has(c, k, j) || (k - 1 < before && !has(c, s, k - 1)))
+                continue;
+            const float *left = k - 1 < before ? cell(x, x->plane, s, k - 1) : found[k - 1 - before];
+            load(x, k, j, m - c->state[k], run);
+            for (int q = 0; q < PLANE; q++) {
+                const float sum = left[q] + (run[q] + c->prefix[k]) - c->prefix[s];
+                best[q] = m + q >= c->grad[j + 1] + passing && sum < best[q] ? sum : best[q];
+            }
+        }
+    }
+    for (int q = 0; q < PLANE; q++)
+        out[q] = found[t - before][q] < out[q] ? found[t - before][q] : out[q];
+}
+
 /* Finish (s, t) of the current plane: `best` holds the checkpointing candidates plus P[s]. */
 static void finish(const solve_t *x, int64_t s, int64_t t, float *best)
 {
     const chain_t *c = x->chain;
     const int64_t m = x->plane * PLANE;
-    const int32_t none = x->none[row(c->n, s) + t];
+    const int32_t none = x->none[run_cell(c, s, t)];
     float *out = cell(x, x->plane, s, t), taped[PLANE];
     for (int q = 0; q < PLANE; q++)
         out[q] = m + q >= none ? best[q] - c->prefix[s] : INFINITY;
@@ -166,6 +199,8 @@ static void finish(const solve_t *x, int64_t s, int64_t t, float *best)
             out[q] = other < out[q] ? other : out[q];
         }
     }
+    if (c->ends)
+        finish_near(x, s, t, none, out);
 }
 
 /* Scratch of a thread: tiles of sums, and right operands, shifted and with their prefix added. */
@@ -176,33 +211,47 @@ typedef struct {
     float right[(DEPTH + 1) * TILE * PLANE];
 } scratch_t;
 
-static void tile(const solve_t *x, int64_t I, int64_t J, scratch_t *y)
+/* The end that is number j of the runs that begin with the stages of tile I. */
+static inline int64_t end_of(const chain_t *c, int64_t I, int64_t j)
+{
+    return c->ends ? c->ends[I * c->n + j] : I * TILE + j;
+}
+
+static inline int64_t ends_of(const chain_t *c, int64_t I)
+{
+    return c->places ? c->places[I * c->n + c->n - 1] + 1 : c->n - I * TILE;
+}
+
+/* Solve the runs that begin in tile I, of ends TILE * d and the next. */
+static void tile(const solve_t *x, int64_t I, int64_t d, scratch_t *y)
 {
     const chain_t *c = x->chain;
-    const int64_t n = c->n, m = x->plane * PLANE, wide = TILE * PLANE;
-    const int64_t s0 = I * TILE, s1 = s0 + TILE < n ? s0 + TILE - 1 : n - 1;
-    const int64_t t0 = J * TILE, t1 = t0 + TILE < n ? t0 + TILE - 1 : n - 1;
-    const int ns = (int)(s1 - s0 + 1), nt = (int)(t1 - t0 + 1);
+    const int64_t n = c->n, m = x->plane * PLANE, wide = TILE * PLANE, ends = ends_of(c, I);
+    const int64_t s0 = I * TILE, s1 = s0 + TILE < n ? s0 + TILE - 1 : n - 1, j0 = d * TILE;
+    const int ns = (int)(s1 - s0 + 1), nt = (int)(j0 + TILE < ends ? TILE : ends - j0);
+    int64_t t[TILE];
+    for (int j = 0; j < nt; j++)
+        t[j] = end_of(c, I, j0 + j);
 
     fill(y->sums, TILE * TILE * PLANE, INFINITY);
-    for (int64_t k0 = (I + 1) * TILE; I < J && k0 <= t0; k0 += DEPTH) {
-        const int64_t k1 = k0 + DEPTH - 1 < t0 ? k0 + DEPTH - 1 : t0;
+    /* Behind each end before these is a state that may be kept. */
+    for (int64_t q0 = TILE - 1; q0 < j0; q0 += DEPTH) {
+        const int64_t q1 = q0 + DEPTH < j0 ? q0 + DEPTH : j0;
         const float *left[TILE];
-        for (int64_t k = k0; k <= k1; k++)
-            DISPATCH(x->isa, pack, x, k, t0, nt, y->right + (k - k0) * wide);
+        for (int64_t q = q0; q < q1; q++)
+            DISPATCH(x->isa, pack, x, end_of(c, I, q) + 1, t, nt, y->right + (q - q0) * wide);
         for (int i = 0; i < ns; i++)
-            left[i] = cell(x, x->plane, s0 + i, k0 - 1);
-        DISPATCH(x->isa, multiply, left, y->right, (int)(k1 - k0 + 1), y->sums, ns, nt);
+            left[i] = cell(x, x->plane, s0 + i, end_of(c, I, q0));
+        DISPATCH(x->isa, multiply, left, y->right, (int)(q1 - q0), y->sums, ns, nt);
     }
-    for (int64_t k = t0 + 1; I < J && k <= t1; k++)
-        DISPATCH(x->isa, pack, x, k, k, (int)(t1 - k + 1),
-                 y->diagonal + (k - t0) * wide + (k - t0) * PLANE);
+    for (int j = 1; d && j < nt; j++)
+        DISPATCH(x->isa, pack, x, t[j - 1] + 1, t + j, nt - j, y->diagonal + j * wide + j * PLANE);
     /* What is left depends on this tile itself: columns up, rows down. */
-    for (int64_t t = t0; t <= t1; t++)
-        for (int64_t s = s1 < t ? s1 : t; s >= s0; s--) {
-            const int64_t column = (t - t0) * PLANE, below = (s1 < t ? s1 : t) - s;
+    for (int j = 0; j < nt; j++)
+        for (int64_t s = s1 < t[j] ? s1 : t[j]; s >= s0; s--) {
+            const int64_t column = j * PLANE, below = (s1 < t[j] ? s1 : t[j]) - s;
             float *best = y->sums + (s - s0) * wide + column;
-            if (s == t) {
+            if (s == t[j]) {
                 float *out = cell(x, x->plane, s, s);
                 const int64_t all = need_all(c, s, s);
                 for (int q = 0; q < PLANE; q++)
@@ -210,13 +259,13 @@ static void tile(const solve_t *x, int64_t I, int64_t J, scratch_t *y)
             } else {
                 DISPATCH(x->isa, add_min, best, cell(x, x->plane, s, s),
                          y->own + (s + 1 - s0) * wide + column, (int)below);
-                if (I < J)
-                    DISPATCH(x->isa, add_min, best, cell(x, x->plane, s, t0),
-                             y->diagonal + wide + column, (int)(t - t0));
-                finish(x, s, t, best);
+                if (d)
+                    DISPATCH(x->isa, add_min, best, cell(x, x->plane, s, t[0]),
+                             y->diagonal + wide + column, j);
+                finish(x, s, t[j], best);
             }
             if (s > s0)
-                DISPATCH(x->isa, pack, x, s, t, 1, y->own + (s - s0) * wide + column);
+                DISPATCH(x->isa, pack, x, s, t + j, 1, y->own + (s - s0) * wide + column);
         }
 }
 
@@ -232,7 +281,11 @@ static void *work(void *argument)
         return 0;
     }
     int64_t diagonal = x->first_diagonal, before = 0;
-    for (;;) {
+    /* Runs of other ends, more of which are near: by first stages, by one thread. */
+    for (int64_t I = tiles - 1; x->chain->ends && I >= 0; I--)
+        for (int64_t d = 0; d * TILE < ends_of(x->chain, I); d++)
+            tile(x, I, d, scratch);
+    for (; !x->chain->ends;) {
         const int64_t ticket = atomic_fetch_add(&x->ticket, 1);
         while (diagonal <= x->last_diagonal && ticket >= before + tiles - diagonal) {
             before += tiles - diagonal;
@@ -244,8 +297,7 @@ static void *work(void *argument)
             sched_yield();
         if (atomic_load(&x->failed))
             break;
-        const int64_t I = ticket - before;
-        tile(x, I, I + diagonal, scratch);
+        tile(x, ticket - before, diagonal, scratch);
         atomic_fetch_add(&x->done, 1);
     }
     free(scratch);
@@ -264,7 +316,7 @@ int64_t ms_chain_solve(const chain_t *chain, const int32_t *none, float *table,
     solve_t x = {.chain = chain,
                  .none = none,
                  .table = table,
-                 .cells = chain->n * (chain->n + 1) / 2,
+                 .cells = cells_of(chain),
                  .plane = plane,
                  .isa = (int)isa,
                  .first_diagonal = first,
@@ -293,7 +345,8 @@ void ms_chain_none(const chain_t *c, int32_t *none, int64_t most)
             const int64_t j = t - 1; /* the last stage run forward before stage t is reached */
             peak = max64(peak, (j == s ? 0 : c->state[j]) + c->state[j + 1] + c->advance[j]);
             const int64_t need = c->grad[t + 1] + peak;
-            none[cell_of(c, s, t)] = (int32_t)(need < most ? need : most);
+            if (has(c, s, t))
+                none[cell_of(c, s, t)] = (int32_t)(need < most ? need : most);
         }
     }
 }

@@ -16,8 +16,8 @@ typedef float NAME(loose) __attribute__((vector_size(4 * LANES), aligned(4)));
 #define VECTOR NAME(vector)
 #define LOOSE NAME(loose)
 
-/* Copy row k of the right operand, columns t0.., shifted down by its slots, plus `add`. */
-TARGET static void NAME(shift)(const solve_t *x, int64_t k, int64_t t0, int nt, int64_t m,
+/* Copy row k of the right operand, columns t, shifted down by its slots, plus `add`. */
+TARGET static void NAME(shift)(const solve_t *x, int64_t k, const int64_t *t, int nt, int64_t m,
                                float add, float *out)
 {
     if (m <= -PLANE) {
@@ -28,31 +28,33 @@ TARGET static void NAME(shift)(const solve_t *x, int64_t k, int64_t t0, int nt, 
     /* Two neighbouring planes; what lies below memory 0 is infeasible. */
     const int64_t plane = m >= 0 ? m / PLANE : -1;
     const int shift = (int)(m - plane * PLANE);
-    const float *low = plane >= 0 ? cell(x, plane, k, t0) : 0;
-    const float *high = shift ? cell(x, plane + 1, k, t0) : low;
     float pair[2 * PLANE];
     for (int q = 0; q < PLANE; q++)
         pair[q] = INFINITY;
     for (int j = 0; j < nt; j++) {
-        if (low)
-            memcpy(pair, low + j * PLANE, PLANE * sizeof(float));
-        memcpy(pair + PLANE, high + j * PLANE, PLANE * sizeof(float));
+        if (plane >= 0)
+            memcpy(pair, cell(x, plane, k, t[j]), PLANE * sizeof(float));
+        if (shift)
+            memcpy(pair + PLANE, cell(x, plane + 1, k, t[j]), PLANE * sizeof(float));
         for (int v = 0; v < PLANE; v += LANES)
             *(LOOSE *)(out + j * PLANE + v) = *(const LOOSE *)(pair + shift + v) + add;
     }
 }
 
 /* The right operand of row k: its state kept, or moved at its price. */
-TARGET static void NAME(pack)(const solve_t *x, int64_t k, int64_t t0, int nt, float *out)
+TARGET static void NAME(pack)(const solve_t *x, int64_t k, const int64_t *t, int nt, float *out)
 {
     const chain_t *c = x->chain;
-    NAME(shift)(x, k, t0, nt, x->plane * PLANE - c->state[k], c->prefix[k], out);
+    NAME(shift)(x, k, t, nt, x->plane * PLANE - c->state[k], c->prefix[k], out);
     if (!c->move_state)
         return;
-    const float *behind = cell(x, x->plane, k, t0), add = c->prefix[k] + c->move_state[k];
-    for (int v = 0; v < nt * PLANE; v += LANES) {
-        const VECTOR moved = *(const LOOSE *)(behind + v) + add;
-        *(LOOSE *)(out + v) = MIN(moved, *(const LOOSE *)(out + v));
+    const float add = c->prefix[k] + c->move_state[k];
+    for (int j = 0; j < nt; j++, out += PLANE) {
+        const float *behind = cell(x, x->plane, k, t[j]);
+        for (int v = 0; v < PLANE; v += LANES) {
+            const VECTOR moved = *(const LOOSE *)(behind + v) + add;
+            *(LOOSE *)(out + v) = MIN(moved, *(const LOOSE *)(out + v));
+        }
     }
 }
 

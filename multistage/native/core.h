@@ -53,6 +53,10 @@ typedef struct {
     int64_t tapes; /* 0: a tape is made right before its adjoint only (Revolve) */
     int64_t band;  /* pairs s..t with t - s below it are in the table; n: all pairs */
     int64_t equal; /* 1: stages are equal, and pairs in the table by their length alone */
+    /* Null, or the ends t of the runs in the table, by 16 first stages each: a row of n ascending
+     * ends, one of their n places there (-1: none), and where the cells of each first stage begin. */
+    const int32_t *ends, *places;
+    const int64_t *begins;
     /* In how many ways a tape may be kept, at least 1: so many rows of n tapes, tapings, reverses
      * and what each costs beyond the first, as shares; infinite where a stage has fewer. */
     int64_t ways;

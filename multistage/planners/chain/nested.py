@@ -1,9 +1,12 @@
-"""Chains of too many stages for one table: a table of blocks over the tables of their stages.
+"""Chains of too many stages for one table: a table of some of their runs, or of blocks of stages.
 
+Runs
+    Where slots are no larger than states, a table of all memory and, if need be, of less of it:
+    see `planners.chain.coarse`.
 Blocks
-    Stages are divided into at most 128 blocks, where possible before small states.  For
-    each block the table of RR-9302 gives a *front*: its fastest schedules by peak memory,
-    each alone.  A block longer than that is itself divided.
+    Of other chains at most 128, which begin before small states where possible.  For each
+    the table of RR-9302 gives a *front*: its fastest schedules by peak memory, each alone.
+    A block longer than that is itself divided.
 Between blocks
     Theorem 1 of RR-9302 again, over blocks in place of stages.  A block is reversed by the
     fastest schedule that fits beside what is kept, or it keeps in the first sweep what one
@@ -32,6 +35,7 @@ import numpy as np
 from ... import native
 from ...actions import Action
 from ...support.arrays import Integers, Reals
+from .coarse import most_runs
 from .equal import inside_equal
 from .memory import actions_of
 from .sizes import Sizes, need_to_pass, need_to_tape
@@ -44,6 +48,9 @@ _SLOTS, _RANGE, _FINEST = 100, 8, 4
 _WAYS = 8  # schedules of a block by which it may keep things in the first sweep
 # Memories near an end: steps of an eighth of a middling state, then at equal ratios.
 _STEPS, _RATIOS = 16, 130
+# Of a table of some runs: the most stages, slots and values; then stages times slots, and the
+# longest of the short runs, in 16 stages.
+_FEW, _FEWEST, _MOST, _VALUES, _WORK, _LONGEST = 1000, 100, 400, 60_000_000, 400_000, 4
 # Seconds of what does not fit, and those that only an interpolation with them gives.
 _NEVER, _INFEASIBLE = 1e250, 1e200
 # Equal stages of which one table is made, its sums for each way to begin and end, and its slots
@@ -200,16 +207,18 @@ class _Each:
 
 
 def plan_nested(true: Sizes, limit: int, *, tapes: bool) -> list[Action] | None:
-    """Return the actions of the fastest schedule found, None if none; see `Nested`.
+    """Return the actions of the fastest schedule found, None if none.
 
-    Of equal stages one table for all of them is a rival of the blocks.
+    Of equal stages that of a table by their number, of others that of a table of some runs, or
+    of blocks (see `Nested`) where states are parts of its slots.
     """
     if not true.is_countable():
         return None
-    blocks, equal = Nested(true, limit, tapes=tapes), _by_length(true, limit, tapes)
-    traces = [] if equal is None else [equal]
-    if blocks.fits:
-        traces.append(blocks.trace(limit))
+    found = [_by_length(true, limit, tapes), _by_runs(true, limit, tapes)]
+    if found[1] is None:
+        blocks = Nested(true, limit, tapes=tapes)
+        found.append(blocks.trace(limit) if blocks.fits else None)
+    traces = [trace for trace in found if trace is not None]
     if not traces:
         return None
     best = min(traces, key=lambda trace: judge(true, trace)[0])
@@ -238,6 +247,44 @@ def _by_length(true: Sizes, limit: int, tapes: bool) -> Trace | None:
     table = Table(true.beside(reserve).in_slots(unit), slots, tapes=tapes)
     seconds, memory = table.fastest(true, limit)  # none fits where states are parts of a slot
     return table.trace(memory) if seconds < math.inf else None
+
+
+def _by_runs(true: Sizes, limit: int, tapes: bool) -> Trace | None:
+    """Return the fastest schedule of tables of some runs, see `planners.chain.coarse`.
+
+    None of more stages, where a state of middling size is a part of a slot, and without the C core.
+    """
+    if len(true) - 1 > _FEW or not native.available():
+        return None
+    size, covered = middling(true), min(limit, _most(true, tapes))
+    most = min(_MOST, _VALUES // (len(true) * most_runs(len(true))))
+    least = max(int(true.state[j]) + need_to_tape(true, j, j) for j in range(len(true)))
+    common = _common(true)
+    best, best_s, unit = None, math.inf, math.inf
+    # The first covers all memory; one whose slots are states is followed by one of less.
+    while 2 * unit > size and covered > 0:
+        parts = min(max(_PARTS - 1, _FEWEST * size // covered), most * size // covered)
+        if not parts and covered > most * common:
+            break
+        unit = common if covered <= most * common else size / parts
+        reserve = max(0, min(limit, least + covered // 2) - covered)
+        slots = math.ceil(MORE * covered / unit)
+        short = max(1, min(_LONGEST, _WORK // (len(true) * slots)))
+        table = Table(true.beside(reserve).in_slots(unit), slots, tapes=tapes, short=short)
+        seconds, memory = table.fastest(true, limit)
+        if seconds < best_s:
+            best, best_s = table.trace(memory), seconds
+        del table
+        if unit == common:
+            break
+        covered //= _RANGE
+    return best
+
+
+def _common(true: Sizes) -> int:
+    """Return the greatest common divisor of what takes memory."""
+    kept = (true.state, true.gradient, true.tape, true.advance, true.taping, true.reverse)
+    return max(1, int(np.gcd.reduce(np.concatenate(kept))))
 
 
 class Nested:

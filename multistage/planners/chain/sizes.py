@@ -174,11 +174,13 @@ def chain_in_core(
     again: Reals | None = None,
     band: int | None = None,
     equal: bool = False,
+    runs: tuple[Integers, Integers, Integers] | None = None,
 ) -> native.Struct:
     """Return a chain as the C core takes it; the arrays must be contiguous.
 
     `again` has, for each way to keep a tape, what each stage costs more than by the first.
-    `band` is that of the table, see `Table`; `equal` says that it has rows by length.
+    `band` is that of the table, see `Table`; `equal` says that it has rows by length; `runs`
+    are its runs, see `planners.chain.coarse`.
     """
     again = np.zeros((1, len(sizes)), np.float32) if again is None else again
     kept = [
@@ -201,12 +203,13 @@ def chain_in_core(
         int(tapes),
         len(sizes) if band is None else band,
         int(equal),
+        *((None, None, None) if runs is None else (x.ctypes.data for x in runs)),
         len(again),
         again.ctypes.data,
         *((None, None) if moves is None else (x.ctypes.data for x in moves)),
     )
     # The arrays live as long as the pointers to them.
-    chain.owner = sizes, prefix, leaf, moves, kept, again
+    chain.owner = sizes, prefix, leaf, moves, kept, again, runs
     return chain
 
 

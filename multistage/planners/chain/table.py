@@ -22,6 +22,7 @@ import numpy as np
 
 from ... import native
 from ...support.arrays import Integers, Reals
+from .coarse import Runs
 from .equal import EqualRows, equal_rows, inside_equal
 from .sizes import MAX_SLOTS, Sizes, chain_in_core, in_core, need_to_pass, need_to_tape, way_of
 
@@ -109,6 +110,8 @@ class Table:
         Whether a chain of equal stages is solved by their number alone (see `equal`).
     band : int, optional
         Solve only runs of at most so many stages, for the joint planner; with the C kernel.
+    short : int, optional
+        Solve only some runs, see `planners.chain.coarse`; with the C kernel.
 
     Notes
     -----
@@ -129,6 +132,7 @@ class Table:
         moves: tuple[Reals, Reals] | None = None,
         by_length: bool = True,
         band: int | None = None,
+        short: int | None = None,
     ) -> None:
         self.sizes, self.slots, self.tapes = sizes, slots, tapes
         self.band = len(sizes) if band is None else band
@@ -150,11 +154,13 @@ class Table:
         use_native = native.available() if native_kernel is None else native_kernel
         self._native = use_native
         self._rows: EqualRows | None = None
+        self._runs = None if short is None else Runs.of(sizes, short)
         if band is not None and band < len(sizes):
             self._solve_band(band, work, threads, instructions)
             return
         rows = None
-        if by_length and not sizes.ways and inside_equal(sizes, leaf, self._moves):
+        alike = by_length and short is None and not sizes.ways
+        if alike and inside_equal(sizes, leaf, self._moves):
             memories = PLANE * self.calls_of(slots) if use_native else slots + 1
             rows = equal_rows(sizes, memories, tapes, self.prefix, leaf, self._moves)
         if use_native:
@@ -184,10 +190,11 @@ class Table:
         n = len(self.sizes)
         self._rows = rows
         cells = n * (n + 1) // 2 if rows is None else 3 * n - 3
+        if self._runs is not None:
+            cells = int(self._runs.begins[-1])
         planes = -(-(self.slots + 1) // PLANE)
-        known = {"baseline": 1, "avx2": 2, "avx512": 3}
         best = library.ms_chain_isa()
-        isa = min(best, known.get(instructions, best))
+        isa = min(best, {"baseline": 1, "avx2": 2, "avx512": 3}.get(instructions, best))
         self._chain = chain_in_core(
             self.sizes,
             self.prefix,
@@ -196,6 +203,7 @@ class Table:
             self._moves,
             self._again,
             equal=rows is not None,
+            runs=None if self._runs is None else self._runs.arrays,
         )
         self._none = np.empty(cells, np.int32)
         library.ms_chain_none(ctypes.byref(self._chain), self._none.ctypes.data, MAX_SLOTS)
@@ -286,7 +294,7 @@ class Table:
         if self._rows is not None:
             return self._rows.of(s, t)[: self.slots + 1]
         n = len(self.sizes)
-        at = s * n - s * (s - 1) // 2 + t - s
+        at = s * n - s * (s - 1) // 2 + t - s if self._runs is None else self._runs.cell(s, t)
         return self._table[:, at, :].reshape(-1)[: self.slots + 1]
 
     def planes(self) -> Reals:
