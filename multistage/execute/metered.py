@@ -20,7 +20,8 @@ from ..errors import BudgetError
 from ..model.chain import Chain
 from ..model.stages import Stage, StageCosts
 from ..states.layout import Array
-from ..states.sharing import own_bytes, owner
+from ..states.sharing import own_bytes
+from ..states.strides import owner
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")

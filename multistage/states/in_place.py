@@ -22,13 +22,12 @@ from .sharing import (
     is_known,
     lone_owners,
     overlap,
-    owner,
     parts_of,
     references,
     stays,
 )
 from .slots import Kept
-from .strides import Geometry, alike, duplicate, geometry, room
+from .strides import Geometry, alike, duplicate, geometry, owner, room
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")

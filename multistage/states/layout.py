@@ -12,7 +12,7 @@ import numpy as np
 import optree
 
 from ..errors import StateError
-from .strides import Geometry, c_strides, flattened, geometry, restored
+from .strides import Geometry, c_strides, flattened, geometry, owner, restored
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 # For each leaf how it lies in memory, None for plain C order, or that it is a scalar.
@@ -313,7 +313,7 @@ class Layouts:
     nbytes : int
         Bytes of one record of the largest state so far.
     held_bytes : int
-        Bytes of the states and tapes that slots hold, counted as often as they are held.
+        Bytes of the states and tapes that slots hold; what several of them share counts once.
     """
 
     varied = True
@@ -325,11 +325,19 @@ class Layouts:
         self._kinds = {(self.first.spec, self.first.leaves): self.first}  # each kind once
         self.nbytes = self.first.nbytes
         self.held_bytes = 0
+        # By the array behind a chain of views: how often its memory is held, and its bytes.
+        self._shares: dict[int, tuple[int, int]] = {}
 
     def count(self, arrays: Sequence[object], sign: int = 1) -> None:
         """Count the arrays that a slot holds from now on or, with -1, gives back."""
         sized: Sequence[Any] = arrays
-        self.held_bytes += sign * sum(array.nbytes for array in sized)
+        for array in sized:
+            key = id(owner(array))
+            times, nbytes = self._shares.pop(key, (0, 0))
+            most = max(nbytes, array.nbytes)
+            if times + sign:
+                self._shares[key] = times + sign, most
+            self.held_bytes += (most if times + sign else 0) - nbytes
 
     def at(self, step: int) -> Layout:
         """Return the layout of a state that has been seen."""

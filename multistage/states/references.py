@@ -19,9 +19,9 @@ import optree
 
 from .layout import Array, Layout, Layouts, rebuilt
 from .naming import has_methods
-from .sharing import Frozen, Memory, apart_from, lone_owners, owner, thaw
+from .sharing import Frozen, Memory, apart_from, lone_owners, thaw
 from .slots import Kept
-from .strides import duplicate
+from .strides import duplicate, owner
 
 State = TypeVar("State")
 Adjoint = TypeVar("Adjoint")

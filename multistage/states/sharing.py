@@ -29,7 +29,7 @@ import optree
 from ..errors import StateError
 from .layout import Array, rebuilt
 from .naming import is_foreign, named_by
-from .strides import duplicate
+from .strides import duplicate, owner
 
 T = TypeVar("T")
 
@@ -48,13 +48,6 @@ KEPT = (
     "object, and that state is overwritten; keep copies, as in state.copy(), or know the arrays "
     "of state 0 before forward()"
 )
-
-
-def owner(array: Array) -> Array:
-    """Return the array behind a chain of views, the array itself if it is none."""
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
 
 
 class Memory:

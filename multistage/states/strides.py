@@ -27,6 +27,13 @@ _WIDEST = 2  # times the bytes of an array: what it may span with its gaps
 _SPAN_MOST = 4
 
 
+def owner(array: Array) -> Array:
+    """Return the array behind a chain of views, the array itself if it is none."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
 class Geometry(NamedTuple):
     """The strides of an array in bytes, and how far its first element is off its alignment."""
 

@@ -51,6 +51,18 @@ def swept(run: Reversal[Any, int], case: Case) -> tuple[bytes, int]:
     return last, run.reverse(1)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_slots_hold_together_is_no_more_than_the_plan_says(kind: str) -> None:
+    """State 0, and what a tape shares with a state, is held once."""
+    for seed in range(6):
+        case = Case(seed, kind, 11)
+        for memory in ("1 slots", "4 slots", "12 slots"):
+            with Reversal(case.chain(), costs=case.costs, memory=memory) as run:
+                assert swept(run, case) == case.store_all()
+                held = max(nbytes for _, nbytes in run.report().timeline.memory["fast"])
+                assert run.plan is not None and 0 < held <= run.plan.peak_bytes
+
+
 def test_steps_in_place_that_differ_are_not_prepared_before_a_sweep() -> None:
     case = Case(4, "in-place", 12)
     with Reversal(case.chain(), n_steps=12, memory="2 slots") as run:
