@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_331,
-    "classes": 476,
-    "functions": 3917,
+    "package_lines": 61_495,
+    "classes": 477,
+    "functions": 3925,
     "files_under_60": 3,
-    "import_lines": 3511,
+    "import_lines": 3518,
     "twins": 0,
-    "test_lines": 57_494,
+    "test_lines": 57_582,
 }
 
 
