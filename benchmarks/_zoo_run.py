@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import multistage.torch as mst
 from benchmarks import _zoo_cells, _zoo_models
+from benchmarks._zoo_bound import largest_operator
 from benchmarks.zoo import least_of
 from multistage.errors import BudgetError
 from multistage.torch.tensors.meter import Meter
@@ -197,6 +198,11 @@ class ModelWays:
         module.load_state_dict(self.module.state_dict())
         return self._way(module, compiled, limit=lambda: compiled.plan.memory_bytes), took_s
 
+    def largest_operator(self) -> tuple[int, str]:
+        """Return the bytes that no cut of the model into operators undercuts, and which decides."""
+        held = sum(t.nbytes for t in [*self.given, *self.plain().step()])
+        return largest_operator(copy.deepcopy(self.module), self._called, held)
+
     def others(self) -> dict[str, Callable[[], Way]]:
         """Return other means."""
         return {"checkpoint": self._checkpointed, "checkpoint_sequential": self._sequential}
@@ -331,6 +337,9 @@ def run(name: str, seed: int, repeats: int, limits: Sequence[float]) -> dict[str
             point["over_plain"], point["seconds"] = in_turns(plain, ours, repeats)
         except Exception as error:  # whatever a model raises is what the table tells
             point |= _failed(error, plain_bytes)
+    if isinstance(ways, ModelWays) and any("least" in p for p in record["points"]):
+        nbytes, record["operator"] = ways.largest_operator()
+        record["operator_over_plain"] = nbytes / plain_bytes
     record["reason"] = next((p["reason"] for p in record["points"] if "reason" in p), "")
     for kind, other in ways.others().items() if repeats else ():
         record["others"][kind] = _beside(ways, other, plain, plain_bytes, repeats)
