@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_495,
-    "classes": 477,
-    "functions": 3925,
+    "package_lines": 61_540,
+    "classes": 478,
+    "functions": 3930,
     "files_under_60": 3,
-    "import_lines": 3518,
+    "import_lines": 3519,
     "twins": 0,
-    "test_lines": 57_582,
+    "test_lines": 57_620,
 }
 
 
