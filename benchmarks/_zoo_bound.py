@@ -63,11 +63,11 @@ class _EachAlone(fx.Interpreter):
         """Run a node."""
         if n.op in ("call_function", "call_method"):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            given = pytree.tree_map_only(Tensor, _alone, (args, kwargs))
             run: Callable[..., Any] = getattr(self, n.op)
             try:
+                given = pytree.tree_map_only(Tensor, _alone, (args, kwargs))
                 nbytes = _backward_bytes(lambda: run(n.target, *given), given)
-            except RuntimeError:  # such as a write to an expanded tensor
+            except RuntimeError:  # such as a write to an expanded tensor, or one of torch.func's
                 nbytes = 0
             self.needs.append((nbytes, f"{n.name} ({getattr(n.target, '__name__', n.target)})"))
         return super().run_node(n)
