@@ -325,19 +325,19 @@ class Layouts:
         self._kinds = {(self.first.spec, self.first.leaves): self.first}  # each kind once
         self.nbytes = self.first.nbytes
         self.held_bytes = 0
-        # By the array behind a chain of views: how often its memory is held, and its bytes.
+        # By the array behind a chain of views: how often it is held, and the bytes of the views.
         self._shares: dict[int, tuple[int, int]] = {}
 
     def count(self, arrays: Sequence[object], sign: int = 1) -> None:
         """Count the arrays that a slot holds from now on or, with -1, gives back."""
         sized: Sequence[Any] = arrays
         for array in sized:
-            key = id(owner(array))
-            times, nbytes = self._shares.pop(key, (0, 0))
-            most = max(nbytes, array.nbytes)
+            whole = owner(array)
+            times, nbytes = self._shares.pop(id(whole), (0, 0))
+            now = nbytes + sign * array.nbytes
             if times + sign:
-                self._shares[key] = times + sign, most
-            self.held_bytes += (most if times + sign else 0) - nbytes
+                self._shares[id(whole)] = times + sign, now
+            self.held_bytes += min(now, whole.nbytes) - min(nbytes, whole.nbytes)
 
     def at(self, step: int) -> Layout:
         """Return the layout of a state that has been seen."""

@@ -17,7 +17,7 @@ from multistage.model.chain import FunctionChain, InPlaceChain
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.reversal import Reversal
-from multistage.states.layout import Layout
+from multistage.states.layout import Layout, Layouts
 from multistage.states.strides import alike, duplicate, geometry, repeats
 
 KERNELS: list[Callable[[Any], Any]] = [
@@ -243,3 +243,14 @@ def test_steps_write_to_a_broadcast_leaf_only_where_they_did_at_first(
         ) as run:
             run.forward(dict(begin))
             assert np.array_equal(run.reverse(np.ones(3)), expected)
+
+
+def test_what_slots_share_is_held_once_and_parts_of_an_array_each() -> None:
+    held, whole = Layouts(np.zeros(1), in_place=False), np.zeros(10)
+    for arrays, nbytes in (([whole], 80), ([whole[:4], whole], 80), ([whole[:3]], 80)):
+        held.count(arrays)
+        assert held.held_bytes == nbytes
+    held.count([whole, whole], -1)
+    assert held.held_bytes == 56  # views of 4 and of 3
+    held.count([whole[:4], whole[:3]], -1)
+    assert held.held_bytes == 0
