@@ -195,6 +195,18 @@ def test_hidden_state_is_distinguished_from_rounding() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_windows_are_deterministic_where_the_run_is() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), torch.randn(8, WIDTH)
+    hidden = torch.Generator().manual_seed(0)
+
+    def varying(given: Tensor) -> Tensor:  # as operators that add in any order, unless told not to
+        size = 0.0 if torch.are_deterministic_algorithms_enabled() else 1e-7
+        return model(given + size * torch.randn(8, WIDTH, generator=hidden))
+
+    found = checked(varying, varying, x, [model], room_bytes=1)
+    assert found.outcome.startswith("agrees to rounding")
+
+
 def test_gradients_that_cannot_be_compared_alone_are_left_out() -> None:
     model, x = a_model(), torch.randn(8, WIDTH, requires_grad=True)
 

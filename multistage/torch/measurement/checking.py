@@ -262,7 +262,7 @@ class Both:
             p for m in self.modules.values() for p in m._parameters.values() if p is not None
         ]
         involved = [*tensors_in(sample), *self._parameters]
-        self._settings = Settings.capture(device_types(involved))
+        self._devices = device_types(involved)
         self.snapshot = Snapshot(self._scope, tensors_in(sample))
 
     def inputs(self) -> object:
@@ -282,9 +282,10 @@ class Both:
 
         def run(inputs: object) -> object:
             held = [*self._parameters, *tensors_in(inputs)]
+            settings = Settings.capture(self._devices)  # some runs have others
             windowed = Windowed(
                 lambda: reference(_writable(inputs) if self._writes else inputs),
-                self._again,
+                lambda: self._again(settings),
                 self._room,
                 held,
             )
@@ -299,10 +300,10 @@ class Both:
         return run
 
     @contextlib.contextmanager
-    def _again(self) -> Iterator[None]:
+    def _again(self, settings: Settings) -> Iterator[None]:
         with Snapshot(self._scope, tensors_in(self.sample)):
             self.snapshot.restore()
-            with self._settings.context():
+            with settings.context():
                 yield
 
     def seen(self, call: Call, look: Callable[[Tensor], object] | None) -> Seen:
@@ -333,7 +334,7 @@ class Both:
         Those of a processor are made deterministic for that, or say that they cannot be.  Of
         devices libraries are in use that do neither.
         """
-        if any(each.device_type != "cpu" for each in self._settings.autocast):
+        if any(kind != "cpu" for kind in self._devices):
             return True
         with deterministic(), warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -356,9 +357,8 @@ class Both:
         given = tensors_in(self.sample)
         known = [*self._parameters, *given, *self._scope.look().tensors]
         meter.ignore([*known, *(t.grad for t in known if t.is_leaf and t.grad is not None)])
-        caches = torch.is_autocast_cache_enabled() and any(
-            each.enabled for each in self._settings.autocast
-        )
+        casts_any = any(map(torch.is_autocast_enabled, self._devices))
+        caches = casts_any and torch.is_autocast_cache_enabled()
         most, silent = 0, hooks_silent(self.modules.values())
         try:
             # What autocast keeps is the caller's, and let go when he leaves its context.
