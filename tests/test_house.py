@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_540,
+    "package_lines": 61_545,
     "classes": 478,
     "functions": 3930,
     "files_under_60": 3,
     "import_lines": 3519,
     "twins": 0,
-    "test_lines": 57_643,
+    "test_lines": 57_657,
 }
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import multistage.torch as mst
+from multistage.errors import ArgumentError
 
 Found = tuple[list[Any], list[str]]  # gradients and buffers, plain and ours; plans
 
@@ -151,3 +152,16 @@ def test_gradients_are_those_of_plain_training(job: str, ranks: list[dict[str, F
         pairs = zip(found[0][0][1], found[1][0][1], strict=True)
         of_both = [(a, b) for a, b in pairs if a.shape == (16, 16)]
         assert of_both and all(torch.equal(a, b) for a, b in of_both)
+
+
+def test_a_cell_that_is_data_parallel_itself_is_refused() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        cell = nn.parallel.DistributedDataParallel(nn.GRUCell(4, 4))
+        with pytest.raises(ArgumentError, match="put the module that calls unroll into"):
+            mst.unroll(
+                lambda h, x: (cell(x, h),) * 2, torch.zeros(2, 4), torch.ones(9, 2, 4), memory=0.5
+            )
+    finally:
+        torch.distributed.destroy_process_group()

@@ -156,6 +156,11 @@ def known_parameters(
                 "parametrize.cached(): what that keeps is gone when steps run again in the "
                 "backward pass; enter it within the cell instead"
             )
+    if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in cells.scope.modules):
+        raise ArgumentError(
+            f"{cells.name} has a DistributedDataParallel in it, which would reduce gradients at "
+            "each step; put the module that calls unroll into DistributedDataParallel instead"
+        )
     own = [p for m in cells.scope.modules for p in m._parameters.values() if p is not None]
     given = own if parameters is None else parameters
     known = list({id(p): p for p in given if p.requires_grad}.values())
