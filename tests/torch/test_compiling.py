@@ -423,7 +423,7 @@ FACTOR = {"value": 1.0}  # which TorchDynamo does not see the operator read
 
 @torch.library.custom_op("multistage_tests::scaled", mutates_args=())
 def scaled(x: Tensor) -> Tensor:
-    return x * FACTOR["value"]
+    return x * (FACTOR["value"] or torch.rand_like(x))
 
 
 scaled.register_fake(torch.empty_like)
@@ -454,6 +454,22 @@ def test_what_operators_of_ones_own_make_again_is_compared(
         return
     with pytest.raises(StateError, match="saved other numbers"):
         y.sum().backward()
+
+
+@pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize("check", ["error", "off"])
+def test_operators_of_ones_own_that_draw_now_and_then_are_made_again_alike(
+    check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, x = Net(own_operator), batch()
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.9, check=check)
+    step(compiled, x)
+    assert ways_of(compiled)
+    ours.load_state_dict(plain.state_dict())
+    ours.zero_grad()
+    monkeypatch.setitem(FACTOR, "value", 0.0)  # it drew nothing when it was measured
+    assert_equal(trained(compiled, ours, x), trained(plain, plain, x))
 
 
 def test_what_adds_in_the_order_of_threads_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,8 +303,8 @@ class StageRunner:
         remade = self.traits[i].remade
         if remade is None or not remade.fits(tape):
             return None
-        # Whatever draws is kept.
-        with torch.no_grad(), self._around[i].again(random=False):
+        # Whatever is known to draw is kept; operators of one's own may draw now and then.
+        with torch.no_grad(), self._around[i].again(random=not self.traits[i].is_pure):
             made = remade.make(state.fresh(self._wants[i], False), tape)
         if self._first[i][1]:
             digests = Digests()
