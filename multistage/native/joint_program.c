@@ -66,7 +66,7 @@ static void gather(solve_t *z, int64_t s, int64_t e, float *out)
 static void gather_ends(solve_t *z, int64_t s)
 {
     z->n_ends = 0;
-    for (int64_t e = s; e < z->n - 1 && e - s < z->x->slots->band; e = next_end(z, s, e)) {
+    for (int64_t e = s; e < z->n - 1; e = next_end(z, s, e)) {
         gather(z, s, e, z->excess + z->n_ends * z->width);
         z->ends[z->n_ends++] = e;
     }

@@ -73,7 +73,10 @@ static inline float travel_price(const solve_t *z, int64_t bytes)
 static inline int64_t next_end(const solve_t *z, int64_t s, int64_t e)
 {
     const int64_t far = z->n > MOST_ENDS ? (e - s) / 8 : 0;
-    return e + max64(1, far);
+    e += max64(1, far);
+    while (e < z->n - 1 && !has(z->x->slots, s, e))
+        e++;
+    return e;
 }
 
 static inline float share_run(const solve_t *z, int64_t s, int64_t e)

@@ -145,6 +145,12 @@ const trace_t *joint_trace_of(const joint_t *x, work_t *w, int64_t s, int64_t t,
     return found;
 }
 
+/* Whether a trace of s..t is worth a try: a run that is not in the table may have one. */
+static int may_fit(const table_t *x, int64_t s, int64_t t, int64_t m)
+{
+    return has(x->chain, s, t) ? excess(x, s, t, m) < INFINITY : x->chain->places != 0;
+}
+
 int64_t joint_slots_within(const joint_t *x, work_t *w, int64_t s, int64_t t, int64_t room)
 {
     const int64_t n = x->slots->n, key = s * n + t + 1;
@@ -161,7 +167,7 @@ int64_t joint_slots_within(const joint_t *x, work_t *w, int64_t s, int64_t t, in
     const double most = (double)room / x->unit + MORE_SLOTS;
     int64_t m = most < (double)x->memories ? (int64_t)most : x->memories, tries = MOST_TRIES;
     int64_t found = INFEASIBLE;
-    for (; m >= 0 && tries && excess_within(&table, s, t, m) < INFINITY; m--, tries--) {
+    for (; m >= 0 && tries && may_fit(&table, s, t, m); m--, tries--) {
         const trace_t *trace = joint_trace_of(x, w, s, t, m);
         if (trace->count > 0 && trace->peak <= room) {
             found = m;

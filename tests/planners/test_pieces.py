@@ -94,20 +94,37 @@ def streamed(seed):
 
 @pytest.mark.long(but=("0-*", "1-*"))
 @core
-@pytest.mark.parametrize("in_groups", [False, True], ids=["stages", "groups"])
+@pytest.mark.parametrize("ways", ["runs", "band", "groups"])
 @pytest.mark.parametrize("seed", range(30))
-def test_a_tier_is_planned_for_in_short_runs_and_groups_as_at_once(seed, in_groups, monkeypatch):
-    """No run of more than 24 stages is solved, or stages are planned two by two first."""
+def test_a_tier_is_planned_for_in_some_runs_and_groups_as_at_once(seed, ways, monkeypatch):
+    """Few runs of more than 16 stages are solved, none of more than 24, or two by two first."""
     costs, memory, rates = streamed(seed)
     monkeypatch.setattr(grouped, "_BAND", 24)
     monkeypatch.setattr(grouped, "_SHORTEST", 24)
-    if in_groups:
+    monkeypatch.setattr(grouped, "_LONGEST", 1)
+    if ways == "band":
+        monkeypatch.setattr(grouped, "_slots_of_runs", lambda stages: 0)
+    if ways == "groups":
         monkeypatch.setattr(grouped, "_grouping", lambda true, room: (2, 150))
     actions = grouped.plan_grouped(costs, memory, rates)
     plan = Plan.judged("pieces", costs, memory, actions, rates)
     whole = plan_at_once(costs, memory, "optimal", rates)
     assert plan.peak_bytes <= memory
     assert plan.makespan_s <= 1.03 * whole.makespan_s
+
+
+@core
+@pytest.mark.parametrize("seed", [1, 3, 8])
+def test_least_memory_and_a_small_tier_are_planned_for_in_some_runs(seed, monkeypatch):
+    """A segment of all stages is a start: there is no other plan that fits both."""
+    costs, _, rates = streamed(seed)
+    monkeypatch.setattr(grouped, "_BAND", 24)
+    monkeypatch.setattr(grouped, "_LONGEST", 1)
+    memory = pieces.least_in_pieces(costs)
+    actions = grouped.plan_grouped(costs, memory, rates)
+    plan = Plan.judged("pieces", costs, memory, actions, rates)
+    whole = plan_at_once(costs, memory, "optimal", rates)
+    assert plan.peak_bytes <= memory and plan.makespan_s <= 1.03 * whole.makespan_s
 
 
 @pytest.mark.long(but=("0-*",))

@@ -1,16 +1,16 @@
 """Chains with a slow tier that have too many stages for one table.
 
-Short runs
-    The table of RR-9302 is solved for runs of at most so many stages, a *band*, so that
-    its size grows with the number of stages and not with its square.  The search of
-    `planners.chain.joint` is the same.
+Some runs
+    The table of RR-9302 is solved for all short runs of stages and few long ones, see
+    `planners.chain.coarse`; of more stages for runs of at most so many, a *band*, so that
+    its size grows with their number.  The search of `planners.chain.joint` is the same.
 Groups
     Where stages are many and states small beside the memory, equal numbers of stages are
     first grouped into the stages of a shorter chain, whose "tape" is what one group keeps:
     all tapes of its stages or, where tapes do not travel, all states.  The best plans of
     that chain are taken over by the stages themselves and improved there.
 
-Known gaps: no segment is longer than the band; plans of many stages are improved little.
+Known gaps: no segment is longer than a band; plans of many stages are improved little.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ...actions import Action
 from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
 from ...support.arrays import Bytes
+from .coarse import most_runs
 from .joint import IMPROVED_LONG, MOVES_LONG, SEED, Pool, extremes, is_plannable, search
 from .joint_core import (
     APART,
@@ -38,11 +39,14 @@ from .joint_core import (
     actions_of_laid,
 )
 from .sizes import Sizes
-from .table import Table, default_threads
+from .table import MORE, Table, default_threads
 
 # Of a table: values, and of the longest and shortest band.
 _VALUES, _BAND, _SHORTEST = 100_000_000, 256, 64
-# Slots of memory: so many for a state of mean size, if they are not too many.
+# Of a table of runs: stages times slots, and the longest of the short runs, in 16 stages.
+_WORK, _LONGEST = 400_000, 4
+# Slots of memory: so many for a state of mean size, if they are not too many.  Those of a table
+# of runs are as many as there may be: a plan for the least memory has to fit.
 _A_STATE, _FEWEST, _MOST = 3, 150, 500
 
 
@@ -73,9 +77,9 @@ def _grouping(true: Sizes, room: int) -> tuple[int, int]:
     """Return how many stages form a group, and the slots that memory is divided in."""
     mean = max(1.0, float(true.state[1:-1].mean()))
     for size in itertools.count(1):
-        stages = len(true) / size
+        stages = -(-len(true) // size)
         wanted = _A_STATE * room / mean / size
-        slots = round(min(_MOST, max(_FEWEST, wanted)))
+        slots = round(min(_MOST, max(_FEWEST, _slots_of_runs(stages), wanted)))
         if stages <= _SHORTEST or (
             wanted <= _A_STATE * _MOST and stages * _SHORTEST * slots <= _VALUES
         ):
@@ -83,15 +87,23 @@ def _grouping(true: Sizes, room: int) -> tuple[int, int]:
     raise AssertionError  # there is always a size
 
 
+def _slots_of_runs(stages: int) -> int:
+    """Return the most slots of a table of some runs; 0 where a band is solved in its place."""
+    slots = int(_VALUES / (MORE * stages * most_runs(stages)))
+    return slots if stages > _BAND and slots >= _FEWEST else 0
+
+
 def _core(
     true: Sizes, slots: int, room: int, covered: float, rates: Tier, tapes: bool = True
 ) -> Core:
     """Return what judges plans of a chain, by a table of `slots` for `covered` bytes."""
     unit = covered / slots
-    band = min(_BAND, _VALUES // (len(true) * slots))
-    more = math.ceil(1.15 * slots)
-    threads = default_threads()
-    table = Table(true.in_slots(unit), more, tapes=tapes, threads=threads, band=max(band, 2))
+    sizes, more, n = true.in_slots(unit), math.ceil(MORE * slots), len(true)
+    if slots <= _slots_of_runs(n):
+        short = max(1, min(_LONGEST, _WORK // (n * more)))
+        return Core(true, Table(sizes, more, tapes=tapes, short=short), unit, room, rates)
+    band = max(2, min(_BAND, _VALUES // (n * slots)))
+    table = Table(sizes, more, tapes=tapes, threads=default_threads(), band=band)
     return Core(true, table, unit, room, rates)
 
 

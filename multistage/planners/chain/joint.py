@@ -212,13 +212,13 @@ def search(core: Core, true: Sizes, limit: int, unit_bytes: float, rates: Tier) 
     for program in solved:
         starts += _begun(core, core.program(program, _SHARES), pool)
     late, aside = [], Pool(core.judge)
-    whole = core.table.band >= n
-    if rates.capacity_bytes is not None and not whole:
+    table, capacity = core.table, rates.capacity_bytes
+    if capacity is not None and not table.is_whole:
         for part, program in itertools.product(_PARTS, solved):
-            among = spread(true, rates.capacity_bytes, part, tapes=rates.tapes)
+            among = spread(true, capacity, part, tapes=rates.tapes)
             _begun(core, core.program(program, _SHARES, among), pool)
-    elif rates.capacity_bytes is not None and (n <= _SHORT or not pool.found):
-        for fates in of_more_memory(core.table, true, limit, rates.capacity_bytes):
+    if capacity is not None and table.band >= n and (n <= _SHORT or not pool.found):
+        for fates in of_more_memory(table, true, limit, capacity):
             late += _begun(core, [fates], aside)
     if not pool.found:
         pool = aside

@@ -279,6 +279,11 @@ class Table:
         return np.where(t < n - 1, n, 2 * n - 2) + t - s if s else t
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all runs are in the table."""
+        return self.band >= len(self.sizes) and self._runs is None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the table."""
         if self._native:
