@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..tensors.meter import storages_among, storages_of
 from ..tensors.streams import Home
-from .saved import Complete, Saved, itself, written_to
+from .saved import Complete, Saved, itself, nodes_made, written_to
 
 # The latest again with those before: a node may ask for its tensors in any order.
 _OVERLAP = 8
@@ -102,10 +102,15 @@ class Windowed:
         self.runs += 1
         self._window = window = _Window(self._room, self._free)
 
+        last = 0  # of the nodes that saved what is kept
+
         def see(tensor: Tensor) -> None:
-            if window.stop == stop:
+            nonlocal last
+            if window.stop < stop:
+                window.add(tensor)
+                last = nodes_made()
+            elif nodes_made() != last:  # or its kernel might still have to fill what it saved
                 raise Complete
-            window.add(tensor)
 
         with (
             self._home.context(),
