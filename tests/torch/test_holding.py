@@ -194,19 +194,18 @@ def _peaks(
 
 
 def _least(stages: list[nn.Module], x: Tensor, inside: Callable[[], Any]) -> int:
-    """Return the smallest limit that works, as errors tell it."""
-    limit = 1
-    for _ in range(30):
-        try:
-            with inside():
-                chain = mst.Sequential(nn.Sequential(*stages), memory=limit)
-                chain.prepare(x)
-        except BudgetError as error:
-            assert error.least_bytes is not None
-            limit = max(error.least_bytes, limit + 1)
-        else:
-            return limit
-    raise AssertionError("errors name limits that do not work")
+    """Return the smallest limit that works, as the error of a smaller one tells it."""
+
+    def prepared(limit: int) -> None:
+        with inside():
+            mst.Sequential(nn.Sequential(*stages), memory=limit).prepare(x)
+
+    with pytest.raises(BudgetError) as refused:
+        prepared(1)
+    least = refused.value.least_bytes
+    assert least is not None
+    prepared(least)
+    return least
 
 
 def _bfloat16() -> torch.autocast:

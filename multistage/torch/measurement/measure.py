@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -164,16 +163,16 @@ class StageRun:
             result = list({id(t): t for t in tensors_in(output) if t.requires_grad}.values())
             _refuse_sparse(self._trait.name, result)
             next_state = pytree.tree_map_only(Tensor, _detached, output)
-            gradient_bytes = bytes_of(result)  # of a view that repeats numbers, all
-            before = meter.live_bytes() + gradient_bytes
+            gradients = _ones_like(result)
+            gradient_bytes = bytes_of(gradients)  # of a view that repeats numbers, all
+            before = meter.live_bytes()
             meter.reset_peak()
             if result:
                 del output
                 self._by_all = self._by_all or has_node(result, _CHECKPOINTS)
                 stand_ins = self._stand_ins or ()
                 hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in stand_ins]
-                end: Tensor = _End.apply(*result)
-                self._differentiation([end], [torch.empty_like(end)], wanted)()
+                self._differentiation(result, gradients, wanted)()
                 for hook in hooks:
                     hook.remove()
             given_gradient = bytes_held(t.grad for t in wanted if t.grad is not None)
@@ -181,7 +180,7 @@ class StageRun:
             operations = meter.operations()
         self._saved, self._saved_bytes = saved.count, counted.nbytes
         self.sizes.saved_bytes = None if unhooked else counted.nbytes
-        del wanted, result, inputs
+        del wanted, result, gradients, inputs
         self.hidden_bytes = self._hidden_bytes() if is_hiding else 0
 
         stage = Stage(
@@ -385,39 +384,6 @@ def _refuse_sparse(name: str, result: Sequence[Tensor]) -> None:
                 "gradient, which cannot be measured: return it dense (to_dense()), or let one "
                 "stage make and use it"
             )
-
-
-class _End(torch.autograd.Function):
-    """Makes the gradients of a stage's outputs as the backward pass begins.
-
-    The engine alone holds them then, as it does where another stage makes them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *result: Tensor) -> Tensor:
-        # What is neither dense nor strided has its gradient from the start.
-        ctx.made = [
-            (t.shape, t.stride(), t.dtype, t.device) if _is_dense(t) else torch.ones_like(t)
-            for t in result
-        ]
-        return result[0].new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        def ones(like: Any) -> Tensor:
-            size, stride, dtype, device = like
-            return torch.empty_strided(size, stride, dtype=dtype, device=device).fill_(1)
-
-        return tuple([x if isinstance(x, Tensor) else ones(x) for x in ctx.made])
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    ordered = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
-    return tensor.is_contiguous() or (
-        ordered is not None and tensor.is_contiguous(memory_format=ordered)
-    )
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ from ..measurement.watching import Seen
 from ..tensors.meter import Meter
 from ..tiers.lane import ChainTier
 from ..tiers.tiered import Tiered
-from .choosing import PAYS, chosen, held_by_caller, of_rank_0
+from .choosing import PAYS, chosen, held_by_caller, in_bytes, of_rank_0
 from .limited import (
     Facts,
     Kind,
@@ -82,10 +82,13 @@ class ChainCall:
     module : LimitedModule
     state : pytree
         The chain's input.
+    chain : Limited, optional
+        In the place of the module's.
     """
 
-    def __init__(self, module: LimitedModule, state: object) -> None:
-        self._module, self._chain, self._state = module, module._multistage, state
+    def __init__(self, module: LimitedModule, state: object, chain: Limited | None = None) -> None:
+        self._module, self._state = module, state
+        self._chain = module._multistage if chain is None else chain
 
     @cached_property
     def _found(self) -> Found:
@@ -214,8 +217,35 @@ class ChainCall:
 
     def _tried(self, found: Profile, together: bool) -> Planned:
         """Return a plan by which the chain was run: within its limit, with the model's results."""
-        planned = self._within_limit(self._fitted(found, together))
+        try:
+            planned = self._within_limit(self._fitted(found, together))
+        except BudgetError as error:
+            raise self._naming_enough(error, found) from None
         return replace(planned, checked=self._compared(planned))
+
+    def _naming_enough(self, error: BudgetError, found: Profile) -> BudgetError:
+        """Return a refusal that names a limit within which iterations were seen to stay."""
+        chain, named = self._chain, error.least_bytes
+        if chain.tiered is not None or named is None:
+            return error
+        least = named
+        for _ in range(_MOST_PLANS):
+            other = ChainCall(self._module, self._state, replace(chain, memory=least))
+            try:
+                other._within_limit(other._fitted(found))
+                break
+            except BudgetError as beyond:
+                if beyond.least_bytes is None or beyond.least_bytes <= least:
+                    break
+                least = beyond.least_bytes
+        if least == named:
+            return error
+        return BudgetError.below(
+            f"memory={in_bytes(found, chain.limit)} bytes < {least} bytes ({format_bytes(least)}), "
+            f"the smallest limit that planner {chain.planner!r} works within: stages alone take "
+            f"{named}, iterations were seen to hold more; raise the limit",
+            least,
+        )
 
     def _fitted(self, found: Profile, together: bool = False) -> Planned:
         """Return the best plan for stages as measured, unchecked."""
@@ -236,7 +266,7 @@ class ChainCall:
 
     def _try(self, planned: Planned, state: object) -> object:
         """Run by a plan that is tried, on a state like this one."""
-        return ChainCall(self._module, state)._run(planned, trains=False)
+        return ChainCall(self._module, state, self._chain)._run(planned, trains=False)
 
     def _compared(self, planned: Planned) -> Checked:
         """Run the model and the chain once each, and compare."""

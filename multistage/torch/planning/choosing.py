@@ -56,7 +56,7 @@ def chosen(chain: Limited, profiles: Sequence[Profile], together: bool = False) 
     # Stages that fail under saved-tensor hooks have tapes of torch's own.
     unhooked = any(trait.unhooked for trait in profiles[0].traits)
     tiered = None if unhooked else chain.tiered
-    limit = _in_bytes(profiles[0], chain.limit)  # a fraction is of what the first counts
+    limit = in_bytes(profiles[0], chain.limit)  # a fraction is of what the first counts
 
     def without(costs: StageCosts) -> Plan:
         plan = plan_chain(costs, limit, chain.planner, segments=chain.segments)
@@ -196,7 +196,7 @@ def _busy(plan: Plan) -> float:
     return min(1.0, seconds / plan.makespan_s) if plan.makespan_s else 0.0
 
 
-def _in_bytes(profile: Profile, memory: int | str | float | None) -> int | None:
+def in_bytes(profile: Profile, memory: int | str | float | None) -> int | None:
     """Return a limit in bytes; a fraction is of what plain training takes."""
 
     def plain_bytes() -> int:
