@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import resource
 import sys
 import tempfile
 from collections.abc import Callable
@@ -143,7 +144,8 @@ def main() -> None:
             "seed": given.seed + 1,  # 0 stands for a random one
             "max_len": 4096,
             "timeout": 10,
-            "rss_limit_mb": 1024,
+            # Linux counts the peak of whoever started this process as its own.
+            "rss_limit_mb": 1024 + resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
             "print_final_stats": 1,
         }
         atheris.Setup(

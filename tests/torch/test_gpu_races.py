@@ -95,7 +95,7 @@ def _wrong(
 ) -> int:
     """Return how many states come back wrong, of `count` that went out."""
     streams = BusyStreams(slow, chance, seed, ignored)
-    pinned = PinnedStore(capacity, DEVICE, streams)
+    pinned = PinnedStore(capacity, DEVICE, lambda _: streams)
     store: Any = pinned if below is None else PinnedCascade(pinned, below)
     store.open(Layout.of((np.broadcast_to(np.uint8(0), (BYTES,)),)))
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
@@ -187,7 +187,7 @@ class Losing(PinnedStore):
 @pytest.mark.parametrize("lost", [-1, 1])
 def test_memory_that_a_record_came_back_to_unawaited_is_the_next_users_alone(lost: int) -> None:
     """The lane's copies ran after the record had ended, into memory that others had by then."""
-    store = Losing(None, DEVICE, BusyStreams(("in",), 1.0, 0, None))
+    store = Losing(None, DEVICE, lambda _: BusyStreams(("in",), 1.0, 0, None))
     store.lost = lost
     lane = TierLane(store.as_store(), DEVICE, BYTES // 2 // 64 * 64)
     try:
@@ -208,7 +208,7 @@ def test_the_timeline_has_the_copies_themselves() -> None:
     """Not when the host asked for them or noticed: each is behind a sleep, and short itself."""
     streams = BusyStreams(("out", "in"), 1.0, 0, None)
     near = 1e-3 + streams._unsure_s
-    store = PinnedStore(None, DEVICE, streams)
+    store = PinnedStore(None, DEVICE, lambda _: streams)
     store.open(Layout.of((np.broadcast_to(np.uint8(0), (BYTES,)),)))
     try:
         for _ in range(2):  # in fresh memory, then in used

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import multistage.torch as mst
 
 
-@pytest.mark.parametrize("memory", [0.6, 1.0])
+@pytest.mark.parametrize("memory", [0.75, 1.0])
 def test_threads_that_share_a_graph(memory: float) -> None:
     torch.manual_seed(0)
     blocks = (each for _ in range(6) for each in (nn.Linear(32, 32), nn.Tanh()))
