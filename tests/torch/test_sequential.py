@@ -236,6 +236,28 @@ def test_compiled_stages_train_within_a_limit() -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.long
+def test_compiled_stages_stay_compiled() -> None:
+    """The compiler never again runs what it has met below a mode that looks at operations."""
+    runs = [0]
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        def run(*given: Tensor) -> object:
+            runs[0] += 1
+            return graph.forward(*given)
+
+        return run
+
+    blocks = a_chain(*("residual",) * 4)
+    stages: Any = [torch.compile(block, backend=backend, fullgraph=True) for block in blocks]
+    chain = mst.Sequential(stages, memory=0.7)
+    x = torch.randn(32, WIDTH, requires_grad=True)
+    chain(x).sum().backward()
+    runs[0] = 0
+    stages[0](x)
+    assert runs == [1]
+
+
 # --------------------------------------------------------------------- memory
 
 

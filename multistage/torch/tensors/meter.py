@@ -8,9 +8,11 @@ own statistics are read.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +30,21 @@ _BLOCK = 512  # bytes that CUDA's allocator rounds up to
 
 
 class Seeing(TorchDispatchMode):
-    """Sees the operations that are performed inside it."""
+    """Sees the operations that are performed inside it, also those of compiled code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._eager: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> Self:
+        self._eager.append(_without_compiler())
+        self._eager[-1].__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._eager.pop().__exit__(*error)
 
     def __torch_dispatch__(
         self,
@@ -48,6 +64,19 @@ class Seeing(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports its compiler, for seconds
+
+
+def _without_compiler() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which compiled functions run as they were written.
+
+    TorchDynamo skips what it meets below a dispatch mode, now and at every later call.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in {None, False}:
+        return contextlib.nullcontext()  # it is compiling this thread's calls: a stance is refused
+    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 class Meter(Seeing):
