@@ -12,7 +12,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -37,14 +37,15 @@ class Seeing(TorchDispatchMode):
         self._eager: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> Self:
-        self._eager.append(_without_compiler())
+        skips = not self.ignore_compile_internals()
+        self._eager.append(_without_compiler() if skips else contextlib.nullcontext())
         self._eager[-1].__enter__()
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self._eager.pop().__exit__(*error)
+        self._eager.pop().__exit__(None, None, None)
 
     def __torch_dispatch__(
         self,
