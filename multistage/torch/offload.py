@@ -1,18 +1,17 @@
 """`offload`: what autograd saves, moved to slow tiers and fetched back in reverse.
 
-The counterpart of recomputation: nothing runs twice, but everything travels.
-Tensors are cut into pages of equal size, so that any `Store` serves, and its
-bounds on memory hold.  Writes are in flight while the forward pass continues;
-the backward pass asks for tensors in about the reverse order, and those before
-the one asked for are fetched ahead.
+The counterpart of recomputation: nothing runs twice, but everything travels.  Writes are in
+flight while the forward pass continues; the backward pass asks for tensors in about the
+reverse order, and those before the one asked for are fetched ahead.
 
-What comes back is what kernels saw: the same bytes with the same strides, alignment
-and conjugate and negative bits, in memory shared as before (`geometry.py`).
+What moves is the memory that tensors lie in, once for all that read it, as with the tapes of
+a chain (`tiers/groups.py`): what comes back is what kernels saw, the same bytes with the same
+strides, alignment and conjugate and negative bits, in memory shared as before.
 
-A tensor moves once nothing but the graph holds its memory.  Nothing can write to it
-any more by then, neither an operator that fills in a tensor after saving it nor one of the
-writes that no version counter sees (`.data`, `.numpy()`, another module's kernel); and a
-tensor that is held elsewhere would not give up its memory by moving.
+Memory moves once nothing but the graph holds it.  Nothing can write to it any more by then,
+neither an operator that fills in a tensor after saving it nor one of the writes that no version
+counter sees (`.data`, `.numpy()`, another module's kernel); and what is held elsewhere would not
+be given up by moving.
 
 What stays where it is: parameters and their views, small tensors, memory that PyTorch
 does not own, whatever is held elsewhere or the tiers have no room for, and tensors that
@@ -26,58 +25,55 @@ import functools
 import sys
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import TensorWeakRef
 
-from ..backends.base import CheckpointLost, Store
-from ..backends.lifetimes import Ending
+from ..backends.base import Store
 from ..backends.urls import Tiers, tier_names
 from ..errors import ArgumentError, MultistageError
-from ..states.layout import Layout
-from ..support.interrupts import Shield
 from ..support.units import parse_bytes
-from .tensors.geometry import Geometry, Place, extent, is_plain, whole
+from .measurement.saved import itself, written_to
+from .tensors.geometry import is_plain, whole
 from .tensors.streams import Home, the_device
-from .tiers.paging import PAGE_BYTES, Pager
+from .tiers.groups import Origin, Watch
+from .tiers.lane import ChainTier, Transfer
 from .tiers.pinned import open_tiers
 
-_IN_FLIGHT = 4  # tensors whose writes may be in flight
-_FEW_FAMILIES = 64  # before those that are gone are looked for
-_LOOKS = 8  # at a tensor that was just saved, one at each save, before it counts as held
-_HELD_LOOKS = 2  # at tensors that are held, at each save
-WRITTEN = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation"
-)
+_IN_FLIGHT = 4  # storages whose writes may be in flight
+_LOOKS = 8  # at a storage that was just saved, one at each save, before it counts as held
+_HELD_LOOKS = 2  # at storages that are held, at each save
 
 
-@dataclass(eq=False, slots=True)
-class Part:
-    """Elements of one storage at one version, in the tiers."""
+class Memory:
+    """A storage that graphs hold: here, on its way, or in the tier.
 
-    gone: deque[tuple[range, tuple[Tensor, int] | None]]  # of `SavedTensors`
-    number: int
-    geometry: Geometry
-    place: Place
-    versions: tuple[Tensor, int] | None  # a tensor that reads them, until they are written
-    home: Home  # the stream that they were saved on
-    looks: int = 0  # how often its memory was found held elsewhere
-    keys: range = range(0)
-    kept: Kept | None = None  # where there was no room, or a write failed
-    fetched: bool = False
-    spoiled: bool = False
-    __weakref__: object = field(init=False, repr=False)
+    Attributes
+    ----------
+    origin : Origin
+    held : Tensor or None
+        All its bytes; None once they have left.
+    sent : Transfer or None
+        Their way to the tier.
+    home : Home
+        The stream that it was saved on, or came back on.
+    looks : int
+        How often it was found held elsewhere.
+    """
 
-    def __del__(self) -> None:
-        # Wherever it happens to be called: the store may be in the middle of something.
-        self.gone.append((self.keys, self.versions))
+    __slots__ = ("__weakref__", "held", "home", "looks", "origin", "sent")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.origin = Origin(storage)
+        self.held: Tensor | None = whole(storage)
+        self.sent: Transfer | None = None
+        self.home = Home(storage.device)
+        self.looks = 0
 
 
 class Kept:
@@ -85,42 +81,12 @@ class Kept:
 
     __slots__ = ("tensor", "version")
 
-    def __init__(self, tensor: Tensor, version: int | None = None) -> None:
-        # Detached: an output of the operation that saves it would keep its own graph forever.
-        self.tensor = tensor.detach()
-        self.version = tensor._version if version is None else version
-
-    def checked(self) -> Tensor:
-        """Return the tensor.  Raises RuntimeError if it was written to, as autograd does."""
-        if self.tensor._version != self.version:
-            raise RuntimeError(WRITTEN)
-        return self.tensor
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = itself(tensor), tensor._version
 
 
-# A tensor that stays, or what reads the elements of a part.
-Saved: TypeAlias = Kept | tuple[Part, Geometry]
-
-
-class Family:
-    """Tensors that count their versions together, on one storage, at one version.
-
-    Tensors on one storage need not count together (`.data`, `from_numpy`): equal
-    versions mean equal bytes only within a family.
-    """
-
-    __slots__ = ("base", "parts", "places", "storage")
-
-    def __init__(self, base: Tensor, storage: torch.UntypedStorage) -> None:
-        self.base = TensorWeakRef(base)
-        self.storage = StorageWeakRef(storage)  # no other storage has its address meanwhile
-        self.parts: weakref.WeakValueDictionary[object, Part] = weakref.WeakValueDictionary()
-        self.places: weakref.WeakValueDictionary[tuple[int, int], Place] = (
-            weakref.WeakValueDictionary()
-        )
-
-    def is_gone(self) -> bool:
-        """Whether nothing holds the storage, or the tensor that counts its versions."""
-        return self.storage.expired() or self.base() is None
+# A tensor that stays, or which save it was, the memory it lies in, and what makes it again.
+Saved: TypeAlias = Kept | tuple[int, Memory, Watch]
 
 
 def _holders(tensor: Tensor) -> tuple[int, int]:
@@ -135,25 +101,15 @@ def _alone() -> tuple[int, int]:
     return _holders(torch.empty(1, device="cpu"))
 
 
-def is_sole(tensor: Tensor, others: int) -> bool:
-    """Whether nothing holds a tensor's memory but itself and so many other tensors."""
+def is_sole(tensor: Tensor) -> bool:
+    """Whether nothing but a tensor holds its memory."""
     (uses, references), (one_use, few) = _holders(tensor), _alone()
-    return uses - others < one_use and references <= few
+    return uses <= one_use and references <= few
 
 
 def is_foreign(storage: torch.UntypedStorage) -> bool:
     """Whether others may write to a storage unseen: NumPy, other processes."""
     return not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared())
-
-
-def again(kept: Kept, own: Geometry, geometry: Geometry) -> Tensor:
-    """Return a tensor on the storage of one that was kept, which counts its versions too."""
-    tensor = kept.checked()
-    if own == geometry:
-        return tensor.detach()
-    root = tensor.detach()
-    root.data = whole(tensor.untyped_storage())
-    return geometry.on(root, 0)
 
 
 @dataclass(slots=True)
@@ -163,11 +119,11 @@ class OffloadStats:
     Attributes
     ----------
     moved, moved_bytes : int
-        Tensors that went to the tiers.
+        Storages that went to the tiers, each with all tensors that lie in it.
     kept, kept_bytes : int
         That stayed: small, held elsewhere when the context ended, no room.
     shared : int
-        Saved again though they were there already.
+        Tensors saved in memory that was there already.
     """
 
     moved: int = 0
@@ -183,7 +139,7 @@ class SavedTensors:
     Notes
     -----
     A backward may run on any thread, and on several at a time: a lock makes one
-    thread of them for the store.
+    thread of them for what is held here.
     """
 
     def __init__(
@@ -197,21 +153,17 @@ class SavedTensors:
         self._device, self._least, self._ahead = device, least, ahead
         self.stats = OffloadStats()
         self._stays = {t.untyped_storage()._cdata: t for t in stays if is_plain(t.detach())}
-        with Shield(up=True):  # what is open is also noted to be closed
-            store.open(Layout.up_to(PAGE_BYTES))
-            Ending(self, store.close)
-        self._pager = Pager(store)
+        self._tier = ChainTier(store, device)  # is closed when it goes
+        self._lane = self._tier.open()
         self._lock = threading.RLock()
-        self._next_number = 0
-        # Of parts that are not needed any more.
-        self.gone: deque[tuple[range, tuple[Tensor, int] | None]] = deque()
-        self._parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
-        self._families: dict[tuple[int, int], Family] = {}  # by storage and version
-        self._crowd = _FEW_FAMILIES
-        self._saved: deque[weakref.ref[Part]] = deque()  # of late
-        self._held: deque[weakref.ref[Part]] = deque()  # longer, and held elsewhere
-        self._ours: Counter[int] = Counter()  # tensors of parts, by the storage they hold
-        self._writing: deque[weakref.ref[Part]] = deque()
+        self._saves = 0
+        # By the number of each save, and by address.
+        self._order: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+        self._memories: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+        self._recent: deque[weakref.ref[Memory]] = deque()
+        self._held: deque[weakref.ref[Memory]] = deque()  # longer, and held elsewhere
+        self._writing: deque[weakref.ref[Memory]] = deque()
+        self._coming: deque[Tensor] = deque(maxlen=ahead + 1)  # back, the latest
 
     # ----------------------------------------------------------------- forward
 
@@ -224,182 +176,128 @@ class SavedTensors:
         storage = tensor.untyped_storage()
         if is_parameter or storage._cdata in self._stays or is_foreign(storage):
             return Kept(tensor)
-        geometry = Geometry.of(tensor)
-        if not 0 < geometry.nbytes >= self._least:
-            self.stats.kept += 1
-            self.stats.kept_bytes += geometry.nbytes
+        if not 0 < storage.nbytes() >= self._least:
+            self._keeps(storage.nbytes())
             return Kept(tensor)
         with self._lock:
-            self._tidy()
             self._put_ready()
-            family = self._family(base, storage)
-            part = family.parts.get(geometry.elements)
-            if part is not None:
+            memory = self._memories.get(storage._cdata)
+            if memory is None or memory.held is None:  # or another had this address
+                memory = self._memories[storage._cdata] = Memory(storage)
+                self._recent.append(weakref.ref(memory))
+            else:
                 self.stats.shared += 1
-                return part, geometry
-            where = extent(storage, geometry)
-            place = family.places.get(where)
-            if place is None:
-                place = family.places[where] = Place(storage, where)
-            versions = tensor.detach(), tensor._version
-            home = Home(self._device)
-            part = Part(self.gone, self._next_number, geometry, place, versions, home)
-            self._next_number += 1
-            self._parts[part.number] = family.parts[geometry.elements] = part
-            self._saved.append(weakref.ref(part))
-            self._ours[storage._cdata] += 1
-        return part, geometry
+            self._order[self._saves] = memory
+            self._saves += 1
+            return self._saves - 1, memory, Watch(tensor, memory.origin, tensor._version)
 
-    def _family(self, base: Tensor, storage: torch.UntypedStorage) -> Family:
-        key = storage._cdata, base._version
-        family = self._families.get(key)
-        if family is None or family.base() is not base:
-            if len(self._families) >= self._crowd:
-                self._families = {k: f for k, f in self._families.items() if not f.is_gone()}
-                self._crowd = max(_FEW_FAMILIES, 2 * len(self._families))
-            family = self._families[key] = Family(base, storage)
-        return family
+    def _keeps(self, nbytes: int) -> None:
+        self.stats.kept += 1
+        self.stats.kept_bytes += nbytes
 
     def _put_ready(self) -> None:
         """Put what nothing else holds any more, of what was saved of late and some of the rest."""
-        for _ in range(len(self._saved)):
-            part = self._saved.popleft()()
-            if part is not None and not self._put_if_sole(part):
-                part.looks += 1
-                queue = self._saved if part.looks < _LOOKS else self._held
-                queue.append(weakref.ref(part))
+        for _ in range(len(self._recent)):
+            memory = self._recent.popleft()()
+            if memory is not None and not self._put_if_sole(memory):
+                memory.looks += 1
+                queue = self._recent if memory.looks < _LOOKS else self._held
+                queue.append(weakref.ref(memory))
         for _ in range(min(_HELD_LOOKS, len(self._held))):
-            part = self._held.popleft()()
-            if part is not None and not self._put_if_sole(part):
-                self._held.append(weakref.ref(part))
+            memory = self._held.popleft()()
+            if memory is not None and not self._put_if_sole(memory):
+                self._held.append(weakref.ref(memory))
 
-    def _put_if_sole(self, part: Part) -> bool:
-        """Put a part if nothing else holds its memory; return whether that was so."""
-        assert part.versions is not None
-        tensor, _ = part.versions
-        if not is_sole(tensor, self._ours[tensor.untyped_storage()._cdata]):
+    def _put_if_sole(self, memory: Memory) -> bool:
+        """Put memory that nothing else holds; return whether that was so."""
+        assert memory.held is not None
+        if not is_sole(memory.held):
             return False
-        self._put(part)
-        return True
-
-    def _put(self, part: Part) -> None:
-        assert part.versions is not None
-        tensor, version = part.versions
-        if tensor._version != version:
-            part.spoiled = True
-            self._let_go(part)
-            return
         self._settle(_IN_FLIGHT - 1)
-        with part.home.context():  # whatever the stream of the operation that comes next
-            keys = self._pager.put([part.geometry.line(tensor.untyped_storage())])
-        if keys is not None:
-            part.keys = keys
-            self._writing.append(weakref.ref(part))
-            self.stats.moved += 1
-            self.stats.moved_bytes += part.geometry.nbytes
-        else:
-            self._keep_part(part)
-
-    def _keep_part(self, part: Part) -> None:
-        assert part.versions is not None
-        tensor, version = part.versions
-        self.stats.kept += 1
-        self.stats.kept_bytes += part.geometry.nbytes
-        part.kept = Kept(tensor, version)
-        self._let_go(part)
-
-    def _let_go(self, part: Part) -> None:
-        """Release what a part was saved from."""
-        assert part.versions is not None
-        self._drop(part.versions[0])
-        part.versions = None
-
-    def _drop(self, tensor: Tensor) -> None:
-        number = tensor.untyped_storage()._cdata
-        self._ours[number] -= 1
-        if not self._ours[number]:
-            del self._ours[number]
+        with memory.home.context():  # whatever the stream of the operation that comes next
+            memory.sent = self._lane.write([memory.held])
+        weakref.finalize(memory, self._lane.drop, memory.sent)
+        self._writing.append(weakref.ref(memory))
+        return True
 
     def _settle(self, most: int) -> None:
         """Wait for the oldest writes in flight, until so many are left."""
         while len(self._writing) > most:
-            part = self._writing.popleft()()
-            if part is not None:
-                self._written(part)
+            memory = self._writing.popleft()()
+            if memory is not None:
+                self._written(memory)
 
-    def _written(self, part: Part) -> None:
-        """Wait until a part's pages have left it; release it."""
-        if part.versions is None:
+    def _written(self, memory: Memory) -> None:
+        """Release memory once its write is done, or keep it for good."""
+        if memory.sent is None or memory.held is None:
             return
-        tensor, version = part.versions
-        if not self._pager.wait(part.keys):
-            part.kept = Kept(tensor, version)
-        self._let_go(part)
+        if self._lane.wait(memory.sent):
+            memory.held = None
+            self.stats.moved += 1
+            self.stats.moved_bytes += memory.origin.nbytes
+        else:
+            memory.sent = None
+            self._keeps(memory.origin.nbytes)
 
     def settle(self) -> None:
         """Wait for the writes in flight: the forward pass is over."""
         with self._lock:
-            self._tidy()
-            for reference in (*self._saved, *self._held):
-                part = reference()
-                if part is not None and not self._put_if_sole(part):
-                    self._keep_part(part)
-            self._saved.clear()
+            for reference in (*self._recent, *self._held):
+                memory = reference()
+                if memory is not None and not self._put_if_sole(memory):
+                    self._keeps(memory.origin.nbytes)
+            self._recent.clear()
             self._held.clear()
             self._settle(0)
-            self._families.clear()
 
     # ---------------------------------------------------------------- backward
 
     def unpack(self, saved: Saved) -> Tensor:
-        """Return the tensor that stands behind what `pack` returned."""
+        """Return the tensor that stands behind what `pack` returned.
+
+        Raises
+        ------
+        RuntimeError
+            If it was written to since it was saved, as autograd does.
+        MultistageError
+            If it is lost.
+        """
         if isinstance(saved, Kept):
-            return saved.checked()
-        part, geometry = saved
+            if saved.tensor._version != saved.version:
+                raise written_to()
+            return saved.tensor
+        number, memory, watch = saved
         with self._lock:
-            self._tidy()
-            if part.versions is not None and not part.keys:  # it is still to be put
-                return again(Kept(*part.versions), part.geometry, geometry)
-            self._written(part)
-            if part.kept is not None:
-                return again(part.kept, part.geometry, geometry)
-            if part.spoiled:
-                raise RuntimeError(WRITTEN)
-            root, shift = part.place.root()
-            if not part.place.has(part.number, root):
-                self._fetch_ahead(part)
-                part.geometry.fill(root, shift, self._line(part))
-                part.place.filled(part.number)
-                part.fetched = False
-            return geometry.on(root, shift)
+            self._written(memory)
+            found = memory.held if memory.held is not None else self._back(number, memory)
+            if watch.spoilt:
+                raise written_to()
+            memory.home.hand(found)
+            return watch.tensor(found)
 
-    def _fetch_ahead(self, part: Part) -> None:
-        for number in range(part.number, max(-1, part.number - self._ahead - 1), -1):
-            other = self._parts.get(number)
-            if other is not None and other.keys and not other.fetched:
-                other.fetched = True
-                self._pager.prefetch(other.keys)
-
-    def _line(self, part: Part) -> Tensor:
-        """Return the bytes of a part."""
-        line = torch.empty(part.geometry.nbytes, dtype=torch.uint8, device=self._device)
-        try:
-            self._pager.read(part.keys, [len(line)], [line])
-        except CheckpointLost as error:
+    def _back(self, number: int, memory: Memory) -> Tensor:
+        """Return all bytes of memory that has left; ask for what was saved before, too."""
+        found, filler = self._asked(memory)
+        for before in range(number - 1, max(-1, number - self._ahead - 1), -1):
+            other = self._order.get(before)
+            if other is not None and other.held is None:
+                self._asked(other)
+        if not self._lane.wait(filler):
             raise MultistageError(
-                f"a saved tensor is lost, and nothing can compute it again: {error}"
-            ) from error
-        return line
+                f"a saved tensor is lost, and nothing can compute it again: {filler.error}"
+            )
+        return found
 
-    def _tidy(self) -> None:
-        """Give back the pages of parts that are gone."""
-        while self.gone:
-            keys, versions = self.gone.popleft()
-            if versions is not None:
-                self._pager.wait(keys)
-            self._pager.drop(keys)
-            if versions is not None:
-                self._drop(versions[0])
+    def _asked(self, memory: Memory) -> tuple[Tensor, Transfer]:
+        """Return all bytes of memory that has left, and what brings them."""
+        origin, sent = memory.origin, memory.sent
+        found, filler = None if origin.written else origin.bytes(), origin.filler
+        if found is None or filler is None:
+            assert sent is not None
+            found, memory.home = origin.renew(), Home(self._device)
+            filler = origin.filler = self._lane.fetch(sent, [origin.line(found)])
+            self._coming.append(found)
+        return found, filler
 
 
 @contextmanager
@@ -421,9 +319,9 @@ def offload(
     tiers : str or Store, or a sequence of them
         As for `multistage.torch.unroll`.
     min_bytes : int or str
-        Smaller tensors stay.
+        Of a storage; smaller ones stay.
     ahead : int
-        Tensors to fetch ahead of the one asked for.
+        Saved tensors to fetch ahead of the one asked for.
     stays : sequence of Tensor
         Not moved, nor views of them, such as inputs that are held anyway.
     device : torch.device or str, optional

@@ -68,10 +68,10 @@ torch/test_checking.py
 +             return False
 
 torch/test_offload.py
--             if part.versions is not None and not part.keys:  # it is still to be put
--
+-             if watch.spoilt:
+-                 raise written_to()
 +             if False:
-+
++                 raise written_to()
 
 torch/test_sequential.py
 -         input_bytes=costs.input_bytes + last.output_bytes,

@@ -32,8 +32,6 @@ class Origin:
     Parameters
     ----------
     storage : torch.UntypedStorage
-    known : dict of int to Origin
-        The storages that a run may send away, by address; it is entered there.
 
     Attributes
     ----------
@@ -47,7 +45,7 @@ class Origin:
     __slots__ = ("_align", "_alignment", "_device", "_probe", "_shift", "_weak", "filler",
                  "memories", "nbytes")  # fmt: skip
 
-    def __init__(self, storage: torch.UntypedStorage, known: dict[int, Origin]) -> None:
+    def __init__(self, storage: torch.UntypedStorage) -> None:
         self.nbytes = storage.nbytes()
         self._probe: Tensor | None = None  # counts with the memory it came back to
         self.memories = 0
@@ -58,13 +56,19 @@ class Origin:
         self._shift = 0
         # While it is referred to, no other storage has its address.
         self._weak = StorageWeakRef(storage)
-        known[self._weak.cdata] = self
 
     @classmethod
     def of(cls, storage: torch.UntypedStorage, known: dict[int, Origin]) -> Origin:
-        """Return that of a storage."""
+        """Return that of a storage; `known` are those that a run may send away, by address."""
         found = known.get(storage._cdata)
-        return cls(storage, known) if found is None else found
+        if found is None:
+            found = known[storage._cdata] = cls(storage)
+        return found
+
+    @property
+    def address(self) -> int:
+        """Of its present memory."""
+        return int(self._weak.cdata)
 
     @property
     def is_there(self) -> bool:
@@ -92,9 +96,8 @@ class Origin:
         """Return the part of its memory that is transferred; filling it counts as no write."""
         return whole(memory.untyped_storage())[self._shift : self._shift + self.nbytes]
 
-    def renew(self, known: dict[int, Origin]) -> Tensor:
-        """Return new memory for it, aligned as its own; it is known by that from now on."""
-        del known[self._weak.cdata]
+    def renew(self) -> Tensor:
+        """Return new memory for it, aligned as its own."""
         memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
         self._shift = (self._alignment - memory.data_ptr()) % self._align
         if self._shift:
@@ -102,7 +105,6 @@ class Origin:
             memory = torch.empty(self.nbytes + self._align, dtype=torch.uint8, device=self._device)
             self._shift = (self._alignment - memory.data_ptr()) % self._align
         self._weak = StorageWeakRef(memory.untyped_storage())
-        known[self._weak.cdata] = self
         self._probe = memory.detach()
         self._probe.data = memory.new_empty(0)
         self.memories += 1
@@ -136,17 +138,12 @@ class Watch:
     @property
     def spoilt(self) -> bool:
         """Whether its memory, the same still or that it came back to, was written to."""
-        changed = self._is_same and self._probe._version != self._version
-        return changed or self.origin.written
-
-    @property
-    def _is_same(self) -> bool:
-        return self.origin.memories == self._memories
+        return self._probe._version != self._version or self.origin.written
 
     def tensor(self, memory: Tensor) -> Tensor:
         """Return the tensor on the present memory; it counts with the one that is watched."""
         tensor = self.origin.tensor(self._geometry, memory)
-        if not self._is_same:
+        if self.origin.memories != self._memories:
             return tensor
         probe = self._probe.detach()
         probe.data = tensor
@@ -238,7 +235,9 @@ class TensorGroup:
         for origin in self._storages():
             memory = origin.bytes()
             if memory is None:
-                memory = origin.renew(self._known)
+                del self._known[origin.address]
+                memory = origin.renew()
+                self._known[origin.address] = origin
                 self._renewed.append(origin)
                 lines.append(origin.line(memory))
             else:

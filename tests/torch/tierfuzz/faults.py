@@ -105,8 +105,8 @@ def poisoned() -> Iterator[None]:
     """Fill memory with NaN that awaits bytes from the tier."""
     renew = Origin.renew
 
-    def poison(origin: Origin, known: dict[int, Origin]) -> Tensor:
-        memory = renew(origin, known)
+    def poison(origin: Origin) -> Tensor:
+        memory = renew(origin)
         memory.numpy().fill(255)  # no version counter sees it
         return memory
 
