@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError, DifferenceWarning, StateError
-from multistage.torch.measurement.checking import Checked, check_chain, room_for_tapes
+from multistage.torch.measurement.checking import Both, Checked, check_chain, room_for_tapes
 from multistage.torch.measurement.measure import measure_stages
 from multistage.torch.measurement.plainly import TooDear, Windowed
 from multistage.torch.tensors.checksums import same_bits
@@ -124,6 +124,27 @@ def test_a_difference_is_named(chain: Call, message: str) -> None:
     with pytest.warns(DifferenceWarning, match=message):
         found = checked(model, lambda given: chain(model, given), x, check="warn")
     assert found.outcome.startswith("differs: the chain does not do what Model does")
+
+
+def test_a_chain_that_ran_with_the_same_results_is_not_run_again() -> None:
+    model, x = a_model(), torch.randn(8, WIDTH, requires_grad=True)
+    runs: list[Tensor] = []
+
+    def chain(given: Tensor) -> Tensor:
+        runs.append(given)
+        return model(given)
+
+    _, ran = Both([model], x, False, 0.0).metered(chain, Meter(torch.device("cpu")))
+    assert {"output 0", "the gradient of input 0", "the gradient of 0.linear.weight"} < ran.keys()
+    assert "buffer '0.norm.running_mean'" in ran
+    runs.clear()
+    assert checked(model, chain, x, ran=ran).outcome == "equal"
+    assert not runs
+    for key in ran:  # whatever was other may have been so for being metered
+        assert checked(model, chain, x, ran={**ran, key: runs}).outcome == "equal"
+    assert len(runs) == len(ran)
+    with pytest.raises(StateError, match="the gradient of"):
+        checked(model, lambda given: _another_gradient(model, given), x, ran={})
 
 
 @pytest.mark.parametrize("room_bytes", [float("inf"), 3000])

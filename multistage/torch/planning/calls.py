@@ -37,6 +37,7 @@ from ..environment.settings import Settings
 from ..environment.states import leaves_of, tensors_in
 from ..environment.turns import TURN
 from ..measurement.checking import Both, Checked, NotAlone, check_chain, room_for_tapes
+from ..measurement.checking import Seen as Ran
 from ..measurement.exploring import Call
 from ..measurement.measure import Profile, measure_stages, sharded
 from ..measurement.traits import ApartError, LargerError, Sizes
@@ -218,10 +219,10 @@ class ChainCall:
     def _tried(self, found: Profile, together: bool) -> Planned:
         """Return a plan by which the chain was run: within its limit, with the model's results."""
         try:
-            planned = self._within_limit(self._fitted(found, together))
+            planned, ran = self._within_limit(self._fitted(found, together))
         except BudgetError as error:
             raise self._naming_enough(error, found) from None
-        return replace(planned, checked=self._compared(planned))
+        return replace(planned, checked=self._compared(planned, ran))
 
     def _naming_enough(self, error: BudgetError, found: Profile) -> BudgetError:
         """Return a refusal that names a limit within which iterations were seen to stay."""
@@ -268,8 +269,8 @@ class ChainCall:
         """Run by a plan that is tried, on a state like this one."""
         return ChainCall(self._module, state, self._chain)._run(planned, trains=False)
 
-    def _compared(self, planned: Planned) -> Checked:
-        """Run the model and the chain once each, and compare."""
+    def _compared(self, planned: Planned, ran: Ran | None) -> Checked:
+        """Run the model and the chain once each, and compare; a chain that ran is not run again."""
         chain, stages = self._chain, planned.stages
         if chain.check == "off":
             return Checked("off")
@@ -286,6 +287,7 @@ class ChainCall:
             room_bytes=room_for_tapes(planned.profile, stages, planned.plan.memory_bytes),
             writes=planned.profile.traits[0].changes_input,
             check=chain.check,
+            ran=ran,
         )
 
     def _for_rates(self, planned: Planned) -> Planned:
@@ -315,8 +317,8 @@ class ChainCall:
 
     # --------------------------------------------------------- what is held
 
-    def _within_limit(self, planned: Planned) -> Planned:
-        """Return a plan by which iterations stay within the limit, metered.
+    def _within_limit(self, planned: Planned) -> tuple[Planned, Ran | None]:
+        """Return a plan by which iterations stay within the limit, and what the metered one did.
 
         Raises
         ------
@@ -324,34 +326,37 @@ class ChainCall:
             If there is none.
         """
         if self._facts.collective:
-            return planned
-        meter = Meter(self._chain.device)
+            return planned, None
+        meter, ran = Meter(self._chain.device), None
         for number in range(_MOST_PLANS):
             # What is on its way to a tier depends on the tier's speed.
             if planned.is_roomy or planned.plan.writes:
                 break
-            held_bytes = self._held_bytes(planned, meter)
+            held_bytes, ran = self._metered(planned, meter)
             if held_bytes is None or not _exceeds(planned, held_bytes):
                 break
             # What is held beside the stages need not be there at their peak: not more than it
             # takes.
             limit = planned.plan.memory_bytes or 0
             beyond_bytes = planned.plan.peak_bytes if number else limit
-            planned = self._reserving(planned, held_bytes, beyond_bytes)
-        return planned
+            planned, ran = self._reserving(planned, held_bytes, beyond_bytes), None
+        return planned, ran
 
-    def _held_bytes(self, planned: Planned, meter: Meter) -> int | None:
-        """Return the most bytes that iterations hold at once; None if they cannot be run here."""
+    def _metered(self, planned: Planned, meter: Meter) -> tuple[int | None, Ran | None]:
+        """Return the most bytes that iterations hold at once, and what the first one did.
+
+        None if they cannot be run here.
+        """
         writes = planned.profile.traits[0].changes_input
         both = Both(planned.stages, self._state, writes, 0.0)
         try:
-            return both.peak_bytes(partial(self._try, planned), meter)
+            return both.metered(partial(self._try, planned), meter)
         except CannotTravel:
             raise
         except (RuntimeError, MultistageError, NotAlone) as error:
             # The check or the training says so, if it is not of this run alone.
             _log.info("iterations by a new plan were not metered: %s", error)
-            return None
+            return None, None
 
     def _reserving(
         self, planned: Planned, held_bytes: int, beyond_bytes: int, what: str = _BESIDE
@@ -399,7 +404,7 @@ class ChainCall:
             )
         with TURN.taken(), torch.enable_grad():
             anew = self._reserving(planned, seen, planned.plan.peak_bytes, what)
-            anew = self._within_limit(anew)
+            anew, _ = self._within_limit(anew)
         return chain.replaced(planned, anew)
 
     def _for_larger(self, planned: Planned, larger: LargerError) -> Planned:
