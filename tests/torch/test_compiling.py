@@ -607,8 +607,28 @@ def test_operations_that_draw_nothing_at_first_are_watched(
     assert_equal(trained(compiled, ours, x), trained(plain, plain, x))
 
 
+class Dropped(nn.Module):
+    """Residual blocks, later ones left out more often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(10)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            stays = 0.9 - 0.05 * number
+            mask = x.new_empty(len(x), 1).bernoulli_(stays).div_(stays)
+            x = x + torch.sigmoid(block.linear(x).tanh().sin()) * mask
+        return x
+
+
 @pytest.mark.usefixtures("cheap")
-def test_stages_that_do_the_same_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model", "x"), [(Words, torch.randint(40, (4, 12))), (Dropped, torch.randn(32, WIDTH))]
+)
+def test_stages_that_do_the_same_are_measured_once(
+    monkeypatch: pytest.MonkeyPatch, model: type[nn.Module], x: Tensor
+) -> None:
     counted: list[str] = []
     count = measure.StageRun.count
 
@@ -623,13 +643,23 @@ def test_stages_that_do_the_same_are_measured_once(monkeypatch: pytest.MonkeyPat
         if not alike:
             monkeypatch.setattr(measure, "_kind_of", lambda *_: None)
         torch.manual_seed(0)
-        compiled = mst.compile(Words(), memory=0.6)
-        step(compiled, torch.randint(40, (4, 12)))
+        compiled = mst.compile(model(), memory=0.6)
+        step(compiled, x)
         assert compiled.plan is not None
         found.append((len(counted), compiled.plan.stage_costs))
     (few, costs), (all_of_them, each) = found
     assert few <= all_of_them // 2
     assert costs == each
+
+
+def test_blocks_that_are_left_out_by_chance_are_kept_in_part(cheap: None) -> None:
+    torch.manual_seed(0)
+    plain = Dropped()
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.9)
+    found = trained(compiled, ours, batch())
+    assert ways_of(compiled)
+    assert_equal(found, trained(plain, plain, batch()))
 
 
 @pytest.mark.usefixtures("cheap")

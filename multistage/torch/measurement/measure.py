@@ -246,7 +246,8 @@ class StageRun:
     def ways(self, stage: Stage, found: Times) -> tuple[Stage, tuple[Remade, ...]]:
         """Return the stage with other ways to keep its tape, and what these make again."""
         trait, known = self._trait, getattr(self._call, "_multistage_ways", None)
-        if known is None or not trait.is_simple:
+        # Nothing is to be had of a stage that saves its input and its output alone.
+        if known is None or not trait.is_simple or stage.tape_bytes <= stage.output_bytes:
             return stage, ()
         given = stage.tape_bytes, found.forward_s
         remade = known(self._fresh, self._device, *given, draws=trait.may_draw)

@@ -248,7 +248,7 @@ class OfGraph(nn.Module):
     is_pure : bool
         Nothing of the user's own runs in it; see `Traits`.
     signature : object
-        Equal to another's that does the same.
+        Equal to another's that does the same, with another chance at most.
     """
 
     is_bound = True

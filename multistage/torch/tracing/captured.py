@@ -101,16 +101,32 @@ class GraphStage(OfGraph):
 
 
 def _signature(graph: fx.Graph) -> object:
-    """Return what two graphs have in common that perform the same operations."""
+    """Return what two graphs have in common that perform the same operations, by any chance.
+
+    What is drawn, and what writes to it, is never made again from the graph of another stage.
+    """
     numbers = {node: _Number(number) for number, node in enumerate(graph.nodes)}
-    return tuple(
-        (
-            node.op,
-            node.target if node.op in ("call_function", "call_method") else None,
-            repr(fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)),
+    dropping: set[object] = set()  # of what is made by chance: with another chance in each block
+    found = []
+    for node in graph.nodes:
+        given: Any = node.args
+        goes_on = node.target in ("div_", "mul_") and given[0] in dropping
+        if node.op == "call_method" and (node.target == "bernoulli_" or goes_on):
+            dropping.add(node)
+            given = tuple([_share(value) for value in given])
+        found.append(
+            (
+                node.op,
+                node.target if node.op in ("call_function", "call_method") else None,
+                repr(fx.node.map_arg((given, node.kwargs), numbers.__getitem__)),
+            )
         )
-        for node in graph.nodes
-    )
+    return tuple(found)
+
+
+def _share(value: object) -> object:
+    """Return a number, or that it is a share: what is done by chance costs the same by another."""
+    return "share" if isinstance(value, float) and 0 < value < 1 else value
 
 
 class _Number(int):
