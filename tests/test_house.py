@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_348,
+    "package_lines": 61_434,
     "classes": 475,
-    "functions": 3909,
+    "functions": 3914,
     "files_under_60": 3,
-    "import_lines": 3515,
+    "import_lines": 3517,
     "twins": 0,
-    "test_lines": 57_711,
+    "test_lines": 57_794,
 }
 
 

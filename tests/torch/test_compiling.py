@@ -687,6 +687,13 @@ def test_garbage_is_collected_while_a_graph_runs_but_not_while_it_is_captured(
     assert found == [False, collects]
 
 
+def test_calls_that_only_prepare_torch_do_not_keep_stages_together() -> None:
+    compiled = mst.compile(Net(vectorised), memory=0.6)
+    step(compiled, batch())
+    assert compiled.plan is not None
+    assert len(compiled.plan.stage_costs.stages) > len(compiled.blocks)
+
+
 @pytest.mark.usefixtures("cheap")
 def test_a_way_that_gives_other_bits_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     make = Remade.make

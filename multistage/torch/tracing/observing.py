@@ -27,6 +27,8 @@ from ..tensors.meter import bytes_held
 ENTER: Callable[..., object] = autocast_mode._enter_autocast
 LEAVE: Callable[..., object] = autocast_mode._exit_autocast
 GRADED: Callable[..., object] = torch._C._set_grad_enabled
+# What changes nothing but what torch knows of itself, and nothing the second time.
+_PREPARING = ("_log_api_usage_once", "lazy_load_decompositions")  # the latter for torch.vmap
 _PLAIN = (
     *(bool, int, float, complex, str, type(None)),
     *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -253,6 +255,7 @@ class _Observer(fx.Interpreter):
         )
         plain = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
         acts = n.op in ("call_function", "call_method") and not writes
+        acts = acts and getattr(n.target, "__name__", "") not in _PREPARING
         known.is_effect = acts and (not plain or not any(leaf is not None for leaf in leaves))
         if id(result) in self._own:
             self.same[n] = self._own[id(result)]
