@@ -7,13 +7,11 @@ steps that differ into chunks that are planned as a chain.
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...actions import Evict, Reverse, Tape
 from ...backends.base import Store
 from ...errors import ArgumentError, BudgetError, StoreError
 from ...measurement.driver import action_seconds
@@ -24,7 +22,6 @@ from ...model.tier import Tier
 from ...planners import Plan, plan
 from ...planners.base import BUFFERS
 from ...planners.chain.heterogeneous import plan_chain
-from ...planners.chain.joint_core import require_core
 from ...planners.chain.pieces import MOST_AT_ONCE, plan_within
 from ...planners.streaming.interval import shortest_interval
 from ...reversing.streamed import (
@@ -44,10 +41,7 @@ from .unroll_plan import UnrollPlan
 
 TRAVELS_BYTES = 256 << 10  # tapes' tensors of at least this travel
 _AS_GOOD = 1.02  # plans within this factor tie
-# How many chunks are tried; more only where these do not fit.
-_COUNTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192)
-_MORE_COUNTS = (400, 1000, 3000, 10_000, 100_000)
-_STREAMED = 96  # chunks at most that a tier is planned for, unless more are asked for
+_ENOUGH = 64  # chunks beyond which no more are tried, unless nothing fits
 # Parts of the limit at which a plan is sought that writes, where none of it pays.
 _LESS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.1)
 
@@ -261,27 +255,22 @@ class Unequal:
     """Plans of steps that differ: the best cuts, and a plan of the chunks as a chain."""
 
     def __init__(self, given: Computation, steps: Steps, store: Store | None) -> None:
-        self.given, self._settings = given, given.settings
-        self._steps, self._store = steps, store
-        self._chunk, self._memory = given.settings.chunk, 0
+        self.given, self._steps, self._store = given, steps, store
         self.keep_bytes = plan_chain(steps.plain(), None, "store-all").peak_bytes
         self.keep_s = steps.seconds
-        # The caller holds the last state from the end of the forward sweep on.
-        self._held = steps.last_bytes
-        # Limits that plans would need, and the cuts of those with a tier.
-        self._least: list[tuple[int, tuple[int, ...]]] = []
+        # Limits that plans would need.
+        self._least: list[tuple[int, str, tuple[int, ...]]] = []
 
-    def _cuts(self, counts: Iterable[int]) -> Iterator[tuple[int, ...]]:
-        """Yield ways to cut the steps, each once."""
-        if self._chunk is not None:
-            n = len(self._steps)
-            yield (*range(0, n, self._chunk), n)
+    def _cuts(self) -> Iterator[tuple[int, ...]]:
+        """Yield ways to cut the steps, into ever more chunks."""
+        n, chunk = len(self._steps), self.given.settings.chunk
+        if chunk is not None:
+            yield (*range(0, n, chunk), n)
             return
-        seen = set()
-        for count in counts:
-            cuts = tuple(self._steps.cuts(min(count, len(self._steps))))
-            if cuts not in seen:
-                seen.add(cuts)
+        cuts: tuple[int, ...] = ()
+        for doublings in range((n - 1).bit_length() + 1):
+            before, cuts = cuts, tuple(self._steps.cuts(min(1 << doublings, n)))
+            if cuts != before:
                 yield cuts
 
     def found(self, memory: int) -> list[Found]:
@@ -292,177 +281,100 @@ class Unequal:
         ArgumentError
             For planner "offload".
         """
-        planner, self._memory = self._settings.planner, memory
+        planner, found = self.given.settings.planner, list[Found]()
         if planner == "offload":
             raise ArgumentError(
                 "planner 'offload' takes steps that are alike; where they differ states travel, by "
                 "'stream'"
             )
-        recomputed = self._recomputed()
-        if planner == "recompute" or self._store is None:
-            return recomputed
-        require_core()
-        return ([] if planner == "stream" else recomputed) + self._streamed_by(recomputed)
-
-    def _recomputed(self) -> list[Found]:
-        """Return plans without a tier, the best way to cut first."""
-        found: list[Found] = []
-        for counts in (_COUNTS, *((count,) for count in _MORE_COUNTS)):
-            for cuts in self._cuts(counts):
-                limit = max(1, self._memory - self._held)
-                try:
-                    with _beside(self._held):
-                        plan = plan_within(self._steps.chained(cuts), limit)
-                except BudgetError as error:
-                    self._fell_short(error)
-                else:
-                    found.append(self._entry(plan, "recompute", cuts, 0))
-            if found or self._chunk is not None or counts[-1] >= len(self._steps):
+        for cuts in self._cuts():
+            if planner in ("auto", "recompute"):
+                found += self._planned("recompute", cuts, memory)
+            if planner in ("auto", "stream") and self._store is not None:
+                found += self._planned("stream", cuts, memory)
+            if found and len(cuts) > _ENOUGH:
                 break
-        return sorted(found, key=lambda entry: entry.seconds)
-
-    def _fell_short(self, error: BudgetError, cuts: tuple[int, ...] = ()) -> None:
-        if error.least_bytes is not None:
-            heapq.heappush(self._least, (error.least_bytes, cuts))
-
-    def _entry(self, plan: Plan, planner: str, cuts: tuple[int, ...], buffers: int) -> Found:
-        peak = plan.peak_bytes + self._held + buffers
-        reserved = {BUFFERS: buffers, "the last state, which the caller holds": self._held}
-        plan = plan.within(self._memory, reserved)
-        longest = max(b - a for a, b in itertools.pairwise(cuts))
-        return Found(plan.makespan_s, peak, planner, longest, plan, cuts)
-
-    def _streamed_by(self, recomputed: Sequence[Found]) -> list[Found]:
-        """Return plans that write states to a tier."""
-        by_name = self._settings.planner == "stream"
-        if by_name:
-            self._least.clear()  # the limits of plans without a tier, which are not asked for
-        found = []
-        for cuts in self._streamed_cuts(recomputed):
-            try:
-                if (entry := self._streamed(cuts, self._memory)) is not None:
-                    found.append(entry)
-            except BudgetError as error:
-                self._fell_short(error, cuts)
-            except StoreError:
-                if by_name:
-                    raise
-        if not found and by_name and recomputed:
-            return self._streamed_by(())
         return found
 
-    def _streamed(self, cuts: tuple[int, ...], memory: int) -> Found | None:
-        """Return a plan by some cuts that writes to a tier, None if the best one does not.
+    def _planned(self, name: str, cuts: tuple[int, ...], memory: int) -> list[Found]:
+        """Return the plan by some cuts if it fits; with a tier, if there is room and it writes."""
+        costs, store = self._steps.chained(cuts), self._store if name == "stream" else None
+        # The caller holds the last state from the end of the forward sweep on.
+        reserved = {"the last state, which the caller holds": self._steps.last_bytes}
+        if store is not None:
+            reserved[BUFFERS] = store.buffer_bytes(largest_of(costs))
+        beside = sum(reserved.values())
+        limit = max(1, memory - beside)
+        try:
+            plan = plan_within(costs, limit) if store is None else self._streaming(costs, limit)
+        except BudgetError as error:
+            if error.least_bytes is not None:
+                self._least.append((error.least_bytes + beside, name, cuts))
+            return []
+        if plan is None:
+            return []
+        plan, peak = plan.within(memory, reserved), plan.peak_bytes + beside
+        longest = max(b - a for a, b in itertools.pairwise(cuts))
+        return [Found(plan.makespan_s, peak, name, longest, plan, cuts)]
+
+    def _streaming(self, costs: StageCosts, limit: int) -> Plan | None:
+        """Return a plan that writes states to the tier, None if the best does not.
+
+        By name one that writes even if that does not pay.
 
         Raises
         ------
-        BudgetError, StoreError
-            If there is none within `memory`, or the tier lacks room.
+        BudgetError
+            If there is none within the limit.
+        StoreError
+            By name, if the tier lacks room.
         """
-        assert self._store is not None
-        by_name, costs = self._settings.planner == "stream", self._steps.chained(cuts)
-        store, nbytes = self._store, probe_bytes(costs)
-        buffers = store.buffer_bytes(largest_of(costs))
-        room = memory - self._held - buffers
-        require_room(store, costs)
-        key = self._settings.tiers, self.given.device, nbytes
-        rates = KNOWN.got(Tier, key, lambda: measured_rates(store, nbytes))
-        rates = bounded(rates, store, costs)
-        with _beside(self._held + buffers):
-            plan = _streaming(costs, room, rates, by_name=by_name)
-            if _pins(plan):
-                plan = _streaming(_with_inputs(costs), room, rates, by_name=by_name)
-        return self._entry(plan, "stream", cuts, buffers) if plan.writes else None
-
-    def _streamed_cuts(self, recomputed: Sequence[Found]) -> Iterator[tuple[int, ...]]:
-        if self._chunk is not None or not recomputed:
-            counts: Iterable[int] = [c for c in _COUNTS if 1 < c <= _STREAMED]
-        else:
-            best = min(_STREAMED, len(recomputed[0].cuts) - 1)
-            counts = sorted({max(2, best // 2), max(2, best), min(_STREAMED, max(4, 2 * best))})
-        for cuts in self._cuts(counts):
-            if 2 < len(cuts) <= MOST_AT_ONCE + 1:
-                yield cuts
+        store, by_name = self._store, self.given.settings.planner == "stream"
+        assert store is not None
+        if not 1 < len(costs.stages) <= MOST_AT_ONCE:
+            return None
+        try:
+            require_room(store, costs)
+            nbytes = probe_bytes(costs)
+            key = self.given.settings.tiers, self.given.device, nbytes
+            rates = KNOWN.got(Tier, key, lambda: measured_rates(store, nbytes))
+        except StoreError:
+            if by_name:
+                raise
+            return None
+        rates, costs = bounded(rates, store, costs), _with_inputs(costs)
+        plan = plan_chain(costs, limit, tiers=rates, progress=False)
+        free = replace(
+            rates, write_s=0.0, read_s=0.0, write_bytes_per_s=math.inf, read_bytes_per_s=math.inf
+        )
+        for part in _LESS if by_name and not plan.writes else ():
+            less = max(1, int(part * min(limit, plan.peak_bytes)))
+            with contextlib.suppress(BudgetError):
+                tried = plan_chain(costs, less, tiers=free, progress=False)
+                if tried.writes:
+                    return Plan.judged("optimal", costs, limit, tried.actions, rates)
+        return plan if plan.writes else None
 
     def smallest(self) -> int | None:
         """Return the smallest limit that works, None if none is known.
 
-        With a tier a plan made at the limit that another one lacked may fail in its own way:
-        a state that leaves while a graph holds it counts twice, and there may be nothing to
-        write.  So it is made before the limit is named.
+        With a tier there may be nothing to write at the limit that another one lacked: the plan
+        is made before the limit is named.
         """
-        while self._least:
-            least, cuts = heapq.heappop(self._least)
-            if not cuts:
+        for least, name, cuts in sorted(self._least):
+            if name == "recompute" or self._planned(name, cuts, least):
                 return least
-            try:
-                if self._streamed(cuts, least) is not None:
-                    return least
-            except BudgetError as error:
-                if error.least_bytes is not None and error.least_bytes > least:
-                    self._fell_short(error, cuts)
-            except StoreError:
-                pass
         return None
 
 
-@contextlib.contextmanager
-def _beside(nbytes: int) -> Iterator[None]:
-    """Count bytes that are held beside a plan to the limit that its BudgetError names."""
-    try:
-        yield
-    except BudgetError as error:
-        if error.least_bytes is None:
-            raise
-        raise BudgetError.below(str(error), error.least_bytes + nbytes) from error
-
-
-def _streaming(costs: StageCosts, room: int, rates: Tier, *, by_name: bool) -> Plan:
-    """Return a plan with a tier; by name one that writes, if there is one.  Raises BudgetError."""
-    plan = plan_chain(costs, max(1, room), tiers=rates, progress=False)
-    if by_name and not plan.writes:
-        plan = _made_to_write(plan, room, rates) or plan
-    return plan
-
-
-def _pins(plan: Plan) -> bool:
-    """Whether a state leaves for the tier while the graph that starts from it is held.
-
-    The graph refers to its input, so that the state's memory would not be free.
-    """
-    held: set[int] = set()
-    for action in plan.actions:
-        match action:
-            case Tape(step):
-                held.add(step)
-            case Reverse(step):
-                held.discard(step)
-            case Evict(step, tape=False) if step in held:
-                return True
-    return False
-
-
 def _with_inputs(costs: StageCosts) -> StageCosts:
-    """Return costs where a graph holds its input too, which may count twice then."""
+    """Return costs where a graph holds its input too.
+
+    It refers to it: where a state leaves for the tier, its memory would not be free.
+    """
     stages = costs.stages
     found = [
         replace(stage, tape_bytes=stage.tape_bytes + (stages[k - 1].output_bytes if k else 0))
         for k, stage in enumerate(stages)
     ]
     return replace(costs, stages=tuple(found))
-
-
-def _made_to_write(kept: Plan, room: int, rates: Tier) -> Plan | None:
-    """Return a plan that writes though it does not pay, None if there is none."""
-    free = replace(
-        rates, write_s=0.0, read_s=0.0, write_bytes_per_s=math.inf, read_bytes_per_s=math.inf
-    )
-    for part in _LESS:
-        limit = max(1, int(part * min(room, kept.peak_bytes)))
-        with contextlib.suppress(BudgetError):
-            plan = plan_chain(kept.stage_costs, limit, tiers=free, progress=False)
-            if plan.writes:
-                plan = replace(plan, tiers=(rates,), memory_bytes=room)
-                use = plan.simulate()
-                return replace(plan, makespan_s=use.makespan_s, stall_s=use.stall_s)
-    return None
