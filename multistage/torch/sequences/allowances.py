@@ -38,7 +38,7 @@ class Allowance:
 
     @property
     def by_values(self) -> bool:
-        """Whether values may decide what a step takes."""
+        """Whether a step may take other bytes than were planned for, its nodes the same."""
         return self.plan.by_values or self.inputs.has_values
 
     def hold(self, steps: tuple[int, int], nodes: int, roots: Sequence[Tensor], begun: int) -> None:
@@ -64,15 +64,18 @@ class Allowance:
             first, last = steps
             where = f"step {first}" if last == first + 1 else f"steps {first} to {last - 1}"
             raise BudgetError(
-                f"the graph of {where} takes more than the steps that were measured: about "
-                f"{nbytes} bytes in all, and memory={self.plan.memory_bytes}; values decide what a "
-                "step costs: give inputs as a list where ints or texts in x_t do (8 different "
-                "ones at most are measured one by one), costs=StageCosts(...), or more memory"
+                f"the graph of {where} takes more than was measured, or than costs= say: about "
+                f"{nbytes} bytes in all, and memory={self.plan.memory_bytes}; if values decide "
+                "what a step costs, give inputs as a list where ints or texts in x_t do (8 "
+                "different ones at most are measured one by one), costs=StageCosts(...), or more "
+                "memory"
             )
 
     @contextlib.contextmanager
-    def holding_all(self, device: torch.device) -> Iterator[Callable[[object], None]]:
-        """Count the graph of the whole sequence, which is run plainly inside.
+    def holding_all(
+        self, device: torch.device, state: Sequence[Tensor]
+    ) -> Iterator[Callable[[object], None]]:
+        """Count the graph of the whole sequence, which is run plainly inside, from state 0.
 
         Its nodes are not looked at from Python, which would keep an object alive for each:
         a long graph of such nodes overflows the stack when it is freed.  Where values decide
@@ -86,6 +89,9 @@ class Allowance:
         """
         begun, steps = nodes_made(), (0, self.plan.n_steps)
         meter = Meter(device) if self.by_values else None
+        if meter is not None:  # views of what was there before are no part of the graph
+            meter.ignore([*state, *self.facts.parameters])
+            meter.ignore([*self.inputs.held(), *self.inputs.everything()])
 
         def judge(outputs: object) -> None:
             ys = tensors_in(outputs)

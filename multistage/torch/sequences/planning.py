@@ -104,7 +104,7 @@ def planned(
     if fresh or checked is None:
         checked = KNOWN.put(again, check(plan, steps))
     counted = () if facts.equal else _counted(costs, facts)
-    by_values = any(cost.by_values for cost in costs)
+    by_values = settings.costs is not None or any(cost.by_values for cost in costs)
     plan = replace(plan, kinds=counted, checked=checked, by_values=by_values)
     return KNOWN.put(key, Known(plan, weight))
 

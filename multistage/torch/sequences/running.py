@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ...actions import Advance, EndForward, Load, Reverse, Schedule, Tape
 from ...backends.base import Store
 from ...backends.lifetimes import Ending
-from ...errors import BudgetError, MultistageError
+from ...errors import MultistageError
 from ...execute.executor import Executor
 from ...execute.late import EqualSteps, Late, Stages
 from ...reversing.streamed import largest_of, probe_bytes
@@ -33,7 +33,6 @@ from ..environment.randomness import cuda_or_cpu, refuse_hidden_draws
 from ..measurement.checking import Checked, check_chain
 from ..measurement.exploring import hooks_silent
 from ..offload import offload
-from ..tensors.meter import Meter
 from ..tensors.states import TensorLayout, TensorState
 from ..tiers.pinned import open_tiers
 from .allowances import Allowance
@@ -124,7 +123,7 @@ def _kept(given: Computation, state: object, known: Known) -> Unrolled[object, o
     Raises
     ------
     BudgetError
-        If the graphs take more than was planned for.
+        If the graphs take more than the limit.
     """
     chosen, leaves = known.plan, pytree.tree_leaves(state)
     if chosen.planner == "offload":
@@ -132,24 +131,13 @@ def _kept(given: Computation, state: object, known: Known) -> Unrolled[object, o
         tiers, device = given.settings.tiers, given.device
         with offload(tiers, min_bytes=TRAVELS_BYTES, stays=stays, device=device):
             return plainly(given, state)
-    if given.settings.costs is None:
-        with Allowance(chosen, given.facts, given.inputs).holding_all(given.device) as judge:
-            found = plainly(given, state)
-            judge((found.loss, found.outputs))
-        return found
     if known.weighed:
         return plainly(given, state)
-    with Meter(given.device) as meter:
-        meter.ignore([*leaves, *given.facts.parameters])
+    allowance = Allowance(chosen, given.facts, given.inputs)
+    with allowance.holding_all(given.device, leaves) as judge:
         found = plainly(given, state)
-        beside = sum(t.nbytes for t in pytree.tree_leaves(found.outputs) if isinstance(t, Tensor))
-        nbytes = meter.live_bytes() - beside  # what is stacked is not part of the limit
-    if nbytes > chosen.keep_bytes:
-        raise BudgetError(
-            f"the graphs of all steps take {nbytes} bytes, their costs say {chosen.keep_bytes}; "
-            "give the sizes as they are, or no costs to have them measured"
-        )
-    known.weighed = True
+        judge((found.loss, found.outputs))
+    known.weighed = given.settings.costs is not None
     return found
 
 
@@ -161,7 +149,7 @@ def _scheduled(
     assert plan is not None
     # Of equal chunks the last may be shorter: a range takes no memory.
     cuts = chosen.cuts or range(0, given.inputs.steps + chosen.chunk, chosen.chunk)
-    if settings.costs is None or not plan.actions:
+    if settings.costs is None:
         chain = ThroughTime(given, cuts)
         chain.allowance = Allowance(chosen, given.facts, given.inputs)
     else:

@@ -54,7 +54,8 @@ class UnrollPlan:
     kinds : tuple of (Stage, int)
         Where steps differ: what a step of each kind costs, and how many there are.
     by_values : bool
-        Whether the values of tensors decide what operators take, as those of a mask do.
+        Whether operators may take other bytes than were measured: by the values of tensors,
+        such as a mask, or because costs were given.
     """
 
     planner: str
