@@ -2,8 +2,7 @@
 
 Equal steps are measured in chunks of 1, 2, 4, ... steps, since a chunk that is run at once may
 cost less than its steps, one by one.  Of steps that differ one of each kind is measured, and
-chunks are the stages of a chain: a chunk is run forward, taped and reversed as a whole, since
-each has overheads, and since planners of chains take some hundred stages.  Its costs follow from
+chunks are the stages of a chain, since each has overheads.  The costs of a chunk follow from
 those of its steps, on the safe side: while it runs forward it holds the outputs that its steps
 have returned, and while it is reversed the gradients of its inputs; what its tape gives back on
 the way is not counted off.
@@ -13,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -31,7 +31,7 @@ from ..measurement.saved import Saved
 from ..tensors.meter import Meter
 from ..tensors.states import Kind, TensorLayout
 from .facts import StepKind
-from .inputs import InputGradients, Inputs, Place
+from .inputs import InputGradients, Taken
 from .through_time import Computation, Gradients, ThroughTime
 
 _LOOK_BACK = 0.7  # of a full chunk: from here on it may end, where the state is smallest
@@ -68,11 +68,6 @@ class Cost:
         """Seconds forward with a graph and back."""
         return self.forward_s + self.stage.backward_s + self.overhead_s
 
-    def larger(self, nbytes: int) -> Cost:
-        """Return the costs with a graph of more bytes."""
-        stage = replace(self.stage, tape_bytes=self.stage.tape_bytes + nbytes)
-        return replace(self, stage=stage, graph_bytes=self.graph_bytes + nbytes)
-
 
 @dataclass(frozen=True, slots=True)
 class Steps:
@@ -87,16 +82,6 @@ class Steps:
 
     def __len__(self) -> int:
         return len(self.each)
-
-    @property
-    def last_bytes(self) -> int:
-        """Of the last state."""
-        return self.each[-1].stage.output_bytes
-
-    @property
-    def seconds(self) -> float:
-        """Of all steps, forward and backward once."""
-        return sum(cost.stage.forward_s + cost.stage.backward_s for cost in self.each)
 
     def plain(self) -> StageCosts:
         """Return the costs of all steps as one stage without overhead: of plain autograd."""
@@ -126,22 +111,18 @@ class Steps:
         >>> steps.cuts(3)
         [0, 3, 6, 9]
         """
-        n = len(self)
-        weights = [cost.graph_bytes + 1 for cost in self.each]  # never all 0
-        most = sum(weights) / max(1, count)
-        cuts, taken, best = [0], 0, -1
-        for t, cost in enumerate(self.each):
-            taken += weights[t]
-            if taken > most * (1 + 1e-9) and t > cuts[-1]:
-                cut = best if best > cuts[-1] else t
-                cuts.append(cut)
-                taken = sum(weights[cut : t + 1])
-                best = -1
-            if taken >= _LOOK_BACK * most and t + 1 < n:
-                size = cost.stage.output_bytes
-                if best <= cuts[-1] or size <= self.each[best - 1].stage.output_bytes:
-                    best = t + 1
-        return [*cuts, n]
+        ends = [0, *itertools.accumulate(cost.graph_bytes + 1 for cost in self.each)]
+        n, most, cuts = len(self), ends[-1] / max(1, count), [0]
+        while cuts[-1] < n:
+            begun, least = ends[cuts[-1]], cuts[-1] + 1
+            last = max(least, bisect_right(ends, begun + most * (1 + 1e-9)) - 1)
+            first = last if last == n else bisect_left(ends, begun + _LOOK_BACK * most, least, last)
+            # Of states that are as small the last.
+            cuts.append(min(range(last, first - 1, -1), key=self._state_bytes))
+        return cuts
+
+    def _state_bytes(self, t: int) -> int:
+        return self.each[t - 1].stage.output_bytes
 
     def _chunk(self, start: int, stop: int, overhead_s: float) -> Stage:
         costs = self.each[start:stop]
@@ -149,24 +130,25 @@ class Steps:
         last = stages[-1]
         tape = max(last.output_bytes, sum(cost.graph_bytes for cost in costs))
         taping = max(stage.tape_overhead_bytes for stage in stages)
-        if self.graded:
-            forward = tape + taping
-        else:
-            before, ys, forward = 0, 0, 0  # the input of the chunk is counted elsewhere
-            for cost in costs:
-                stage, ys = cost.stage, ys + cost.y_bytes
-                here = before + stage.output_bytes + stage.forward_overhead_bytes + ys
-                forward, before = max(forward, here), stage.output_bytes
-        back, above = 0, 0  # the gradients of the chunk's output and input are counted elsewhere
-        sizes = self.parameter_bytes
-        used = {cost.parameters for cost in costs}
-        own = {numbers: sum(sizes[i] for i in numbers) for numbers in used}
-        every = sum(sizes[i] for i in set().union(*used))
-        for number, stage in reversed(list(enumerate(stages))):
-            below = stages[number - 1].gradient_bytes if number else 0
-            others = every - own[costs[number].parameters]
-            back = max(back, stage.backward_overhead_bytes + above + below + others)
-            above = below
+        # The input of the chunk, and the gradients of its output and input are counted elsewhere.
+        inputs = [0, *(stage.output_bytes for stage in stages)]
+        ys = itertools.accumulate(cost.y_bytes for cost in costs)
+        forward = tape + taping
+        if not self.graded:
+            forward = max(
+                before + stage.output_bytes + stage.forward_overhead_bytes + y
+                for before, stage, y in zip(inputs, stages, ys, strict=False)
+            )
+        sizes, every = self.parameter_bytes, {i for cost in costs for i in cost.parameters}
+        others = {
+            numbers: sum(sizes[i] for i in every.difference(numbers))
+            for numbers in {cost.parameters for cost in costs}
+        }
+        gradients = [0, *(stage.gradient_bytes for stage in stages[:-1]), 0]
+        back = max(
+            cost.stage.backward_overhead_bytes + above + below + others[cost.parameters]
+            for cost, below, above in zip(costs, gradients, gradients[1:], strict=False)
+        )
         xs = sum(cost.x_gradient_bytes for cost in costs)
         return Stage(
             name=last.name if stop == start + 1 else f"{stop - start} steps",
@@ -261,6 +243,9 @@ def measured(
     # With what taping takes longer than a run that keeps nothing.
     backward_s = back_s + max(0.0, taping_s - forward_s) - overhead_s
     before, after = facts.states[kind.before], facts.states[kind.after]
+    wanting: Taken = []
+    if not given.inputs.made:
+        given.inputs.at(steps[0], wanting)
     state = max(sum(map(_nbytes, after.leaves)) + rest, out)
     tape_bytes = max(taped + rest, state)
     back_bytes = back_peak - tape_bytes - _wanted_bytes(before.leaves, before.wants)
@@ -280,7 +265,7 @@ def measured(
         stage,
         taped + rest,
         y_bytes=sum(map(_nbytes, kind.ys)),
-        x_gradient_bytes=sum(x.nbytes for x in _wanting(given.inputs, steps[0])),
+        x_gradient_bytes=sum(x.nbytes for _, x in wanting),
         overhead_s=overhead_s,
         by_values=by_values,
         parameters=kind.parameters,
@@ -314,13 +299,6 @@ class _Trial:
         self.chain.front = 0
         self.chain.collector.clear()
 
-    def forward(self) -> float:
-        """Run the steps, keeping nothing; return seconds."""
-        self._begin()
-        seconds = seconds_of(lambda: self.chain.advance(self.first, 0, 1), self._given.device)
-        self.chain.output_gradients = self._ones()
-        return seconds
-
     def seconds(self) -> tuple[float, float, float, float]:
         """Return what the steps take, the least of several runs.
 
@@ -335,7 +313,10 @@ class _Trial:
                 chain.run_alone(first)
 
         for _ in range(_RUNS + 1):
-            times[0].append(self.forward())
+            self._begin()
+            times[0].append(seconds_of(lambda: chain.advance(first, 0, 1), device))
+            values = chain.collector.values()
+            chain.output_gradients = [v if v is None else torch.ones_like(v) for v in values]
             times[1].append(seconds_of(alone, device))
             times[2].append(seconds_of(lambda: held.append(chain.tape(first, 0)[1]), device))
             back = seconds_of(lambda: chain.reverse(held.pop(), self._adjoint, 0), device)
@@ -414,17 +395,6 @@ class _Trial:
             return None
         return tuple(sizes.values())
 
-    def _ones(self) -> list[Tensor | None]:
-        values = self.chain.collector.values()
-        return [None if value is None else torch.ones_like(value) for value in values]
-
-
-def _wanting(inputs: Inputs, t: int) -> list[Tensor]:
-    taken: list[tuple[Place, Tensor]] = []
-    if not inputs.made:
-        inputs.at(t, taken)
-    return [x for _, x in taken]
-
 
 def _nbytes(kind: tuple[torch.Size, torch.dtype, torch.device]) -> int:
     size, dtype, _ = kind
@@ -436,13 +406,11 @@ def _wanted_bytes(kinds: Sequence[Kind], wants: Sequence[bool]) -> int:
 
 
 def node_bytes(nodes: float, device: torch.device) -> int:
-    """Return what nodes of a graph take beside their tensors; 0 where the limit is on a device."""
-    return int(nodes * _NODE_BYTES) if device.type == "cpu" else 0
+    """Return what nodes that are held at once take beside their tensors, beyond the first 4 MiB.
 
-
-def beyond_free(nbytes: int) -> int:
-    """Return what nodes that are held at once take beyond 4 MiB, which no limit counts."""
-    return max(0, nbytes - _NODES_FREE)
+    It is 0 where the limit is on a device.
+    """
+    return max(0, int(nodes * _NODE_BYTES) - _NODES_FREE) if device.type == "cpu" else 0
 
 
 def tier_of(store: Store, layout: TensorLayout, state: Sequence[Tensor]) -> Tier:

@@ -23,7 +23,6 @@ from .costs import (
     Cost,
     Sampled,
     Steps,
-    beyond_free,
     measured,
     node_bytes,
     sample_chunks,
@@ -188,12 +187,11 @@ def _steps_of(
             )
         found.append(replace(cost, parameters=kind.parameters))
     nodes = sum(facts.kinds[number].weight[0] for number in facts.steps)
-    taken = beyond_free(node_bytes(nodes, given.device))
-    if taken:
-        found = [
-            cost.larger(taken * kind.weight[0] // nodes)
-            for cost, kind in zip(found, facts.kinds, strict=True)
-        ]
+    taken = node_bytes(nodes, given.device)
+    for number, (cost, kind) in enumerate(zip(found, facts.kinds, strict=True)):
+        more = taken * kind.weight[0] // max(1, nodes)
+        stage = replace(cost.stage, tape_bytes=cost.stage.tape_bytes + more)
+        found[number] = replace(cost, stage=stage, graph_bytes=cost.graph_bytes + more)
     steps = Steps(
         [found[number] for number in facts.steps],
         sum(t.nbytes for t in [*leaves, *given.around.now()]),

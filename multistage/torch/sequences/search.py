@@ -34,7 +34,7 @@ from ...reversing.streamed import (
 from ...support.units import format_bytes
 from ..tensors.states import TensorLayout
 from ..tiers.paging import PAGE_BYTES
-from .costs import LEAST, Cost, Steps, beyond_free, node_bytes
+from .costs import LEAST, Cost, Steps, node_bytes
 from .remembered import KNOWN
 from .through_time import Computation
 from .unroll_plan import UnrollPlan
@@ -229,8 +229,7 @@ class Equal:
     def _nodes(self, steps: int) -> int:
         """Return what the nodes of the graph of some steps take that counts."""
         facts = self.given.facts
-        each = node_bytes(facts.kinds[-1].weight[0] / facts.looked_at, self.given.device)
-        return beyond_free(steps * each)
+        return node_bytes(steps * facts.kinds[-1].weight[0] / facts.looked_at, self.given.device)
 
     def smallest(self) -> int | None:
         """Return the smallest limit that works, None if none is known."""
@@ -256,8 +255,8 @@ class Unequal:
 
     def __init__(self, given: Computation, steps: Steps, store: Store | None) -> None:
         self.given, self._steps, self._store = given, steps, store
-        self.keep_bytes = plan_chain(steps.plain(), None, "store-all").peak_bytes
-        self.keep_s = steps.seconds
+        plain = plan_chain(steps.plain(), None, "store-all")
+        self.keep_bytes, self.keep_s = plain.peak_bytes, plain.makespan_s
         # Limits that plans would need.
         self._least: list[tuple[int, str, tuple[int, ...]]] = []
 
@@ -300,7 +299,8 @@ class Unequal:
         """Return the plan by some cuts if it fits; with a tier, if there is room and it writes."""
         costs, store = self._steps.chained(cuts), self._store if name == "stream" else None
         # The caller holds the last state from the end of the forward sweep on.
-        reserved = {"the last state, which the caller holds": self._steps.last_bytes}
+        last = self._steps.each[-1].stage
+        reserved = {"the last state, which the caller holds": last.output_bytes}
         if store is not None:
             reserved[BUFFERS] = store.buffer_bytes(largest_of(costs))
         beside = sum(reserved.values())
