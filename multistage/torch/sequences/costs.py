@@ -90,10 +90,9 @@ class Steps:
 
     def chained(self, cuts: Sequence[int]) -> StageCosts:
         """Return the costs of the chain of the chunks between some cuts."""
-        pairs = itertools.pairwise(cuts)
         known: dict[tuple[object, ...], Stage] = {}  # chunks of equal steps are equal
         found = []
-        for start, stop in pairs:
+        for start, stop in itertools.pairwise(cuts):
             key = tuple(map(id, self.each[start:stop]))
             stage = known.get(key)
             if stage is None:

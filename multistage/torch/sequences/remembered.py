@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ...model.stages import Stage
 from ...model.tier import Tier
 from ..environment.places import inside
 from .cells import Cell, Cells
@@ -31,6 +32,12 @@ class Known:
     plan: UnrollPlan
     weight: tuple[int, int, int]
     weighed: bool = False  # whether graphs were seen to hold to given costs
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """What its chunks cost."""
+        assert self.plan.plan is not None
+        return self.plan.plan.stage_costs.stages
 
     def holds(self, weight: tuple[int, int, int], limit: int | None) -> bool:
         """Whether the plan is right for steps of some weight, where so much memory is free."""

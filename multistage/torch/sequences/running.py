@@ -149,13 +149,9 @@ def _scheduled(
     assert plan is not None
     # Of equal chunks the last may be shorter: a range takes no memory.
     cuts = chosen.cuts or range(0, given.inputs.steps + chosen.chunk, chosen.chunk)
+    chain = ThroughTime(given, cuts, None if settings.costs is None else known)
     if settings.costs is None:
-        chain = ThroughTime(given, cuts)
         chain.allowance = Allowance(chosen, given.facts, given.inputs)
-    else:
-        chain = ThroughTime(given, cuts, plan.stage_costs)
-        chain.weighs = not known.weighed
-        chain.done = partial(setattr, known, "weighed", True)
     chain.samples = KNOWN.looks(given.cells, chain.n_steps)
     bars, store = Bars(settings.progress), store if plan.writes else None
     stores = () if store is None else (store,)

@@ -170,10 +170,10 @@ class Equal:
             if chunk is not None and sample.chunk != min(chunk, n):
                 continue
             if planner in ("auto", "recompute"):
-                found += self._scheduled(sample, memory, "recompute", ())
-            tier = self.tier  # one chunk leaves no state to write to it
-            if planner in ("auto", "stream") and tier is not None and sample.chunk < n:
-                found += self._scheduled(sample, memory, "stream", (tier,))
+                found += self._scheduled(sample, memory)
+            # One chunk leaves no state to write to a tier.
+            if planner in ("auto", "stream") and self.tier is not None and sample.chunk < n:
+                found += self._scheduled(sample, memory, self.tier)
         return found
 
     def _offloaded(self, page: Tier) -> Found:
@@ -196,16 +196,15 @@ class Equal:
         peak += sample.peak_bytes // sample.chunk + self._nodes(n)
         return Found(seconds * n / last.chunk, peak, "offload")
 
-    def _scheduled(
-        self, sample: Cost, memory: int, name: str, tiers: tuple[Tier, ...]
-    ) -> list[Found]:
+    def _scheduled(self, sample: Cost, memory: int, tier: Tier | None = None) -> list[Found]:
         """Return the plan for chunks of one size, if it fits, and writes with a tier."""
-        size = self.layout.nbytes
+        size, buffers = self.layout.nbytes, 0
+        if tier is not None:
+            assert self.store is not None
+            buffers = self.store.buffer_bytes(self.layout.record)
         # The live state and its adjoint, beside one chunk's graph.
-        buffers = (
-            self.store.buffer_bytes(self.layout.record) if self.store is not None and tiers else 0
-        )
-        fixed = sample.peak_bytes + self._nodes(sample.chunk) + 2 * size + buffers
+        beside = sample.peak_bytes + self._nodes(sample.chunk) + 2 * size
+        fixed = beside + buffers
         self._least.append(fixed + size)
         slots = (memory - fixed) // size
         if slots < 1:
@@ -214,17 +213,23 @@ class Equal:
             forward_step_s=sample.forward_s,
             reverse_step_s=sample.turn_s,
             state_bytes=size,
-            tiers=tiers,
+            tiers=() if tier is None else (tier,),
             action_s=action_seconds(),
         )
         count = -(-self.given.inputs.steps // sample.chunk)
-        chosen = _scheduled(costs, slots, count, self.given.settings.planner)
-        if tiers and not chosen.writes:
+        best = plan(costs, Budget(slots=slots), count)
+        if self.given.settings.planner == "stream" and not best.writes:
+            # Where nothing pays, ranked planners fall back to running again: asked for by name,
+            # the tier is used all the same.
+            writing = [candidate for candidate in best.candidates if candidate.writes]
+            writing = writing or [shortest_interval(costs, slots, count) or best]
+            best = min(writing, key=lambda candidate: candidate.makespan_s)
+        if tier is not None and not best.writes:
             return []
-        peak = fixed + int(chosen.peak_slots * size)
-        beside = {"the live state, its adjoint and a chunk's graph": fixed - buffers}
-        chosen = chosen.within(memory, {BUFFERS: buffers, **beside})
-        return [Found(chosen.makespan_s, peak, name, sample.chunk, chosen)]
+        peak = fixed + int(best.peak_slots * size)
+        reserved = {BUFFERS: buffers, "the live state, its adjoint and a chunk's graph": beside}
+        best, name = best.within(memory, reserved), "recompute" if tier is None else "stream"
+        return [Found(best.makespan_s, peak, name, sample.chunk, best)]
 
     def _nodes(self, steps: int) -> int:
         """Return what the nodes of the graph of some steps take that counts."""
@@ -234,20 +239,6 @@ class Equal:
     def smallest(self) -> int | None:
         """Return the smallest limit that works, None if none is known."""
         return min(self._least, default=None)
-
-
-def _scheduled(costs: Costs, slots: int, n: int, planner: str) -> Plan:
-    """Return the best schedule; with planner "stream" one that writes, if any can."""
-    best = plan(costs, Budget(slots=slots), n)
-    if planner != "stream" or best.writes:
-        return best
-    # Where nothing pays, ranked planners fall back to running again: asked for by name, the
-    # tier is used all the same.
-    writing = [candidate for candidate in best.candidates if candidate.writes]
-    if not writing:
-        forced = shortest_interval(costs, slots, n)
-        writing = [best if forced is None else forced]
-    return min(writing, key=lambda candidate: candidate.makespan_s)
 
 
 class Unequal:

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError, BudgetError, StateError
-from ...model.stages import StageCosts
 from ..environment.turns import TURN
 from ..measurement.checking import complain
 from ..measurement.exploring import without_hooks
@@ -32,6 +31,7 @@ from .cells import Cells
 from .facts import Facts, Ys, run_steps
 from .hooks import HandedDown, refuse_hooks_on_inputs, unseen
 from .inputs import InputGradients, Inputs, Taken
+from .remembered import Known
 from .results import Collector, Outputs
 from .samples import Samples, Watch
 from .sums import Sums
@@ -119,23 +119,21 @@ class ThroughTime:
     tapes are held, the graphs of chunks, and which ones from the forward sweep on is the
     plan's choice, as in a chain of stages.
 
-    Chunk k ends where chunk k + 1 begins, and the last at the last cut or the last step.  With
-    `costs`, those of the chunks as they were given, states must not take more; where it
-    `weighs`, nor must graphs: to see what they take every operation is looked at, so that a
-    kind of sequence is weighed once.
+    Chunk k ends where chunk k + 1 begins, and the last at the last cut or the last step.  By a
+    plan that is `known` from given costs, states must not take more than these say; nor must
+    graphs: to see what they take every operation is looked at, so that a kind of sequence is
+    weighed once.
     """
 
     in_place = False
     one_tape = False
 
-    def __init__(
-        self, given: Computation, cuts: Sequence[int], costs: StageCosts | None = None
-    ) -> None:
+    def __init__(self, given: Computation, cuts: Sequence[int], known: Known | None = None) -> None:
         self.cells, self.facts, self.inputs = given.cells, given.facts, given.inputs
         self.around, self.device = given.around, given.device
         self.check, facts = given.settings.check, given.facts
         self.collector = Collector(facts, given.steps, given.outputs, given.cells.fused)
-        self.cuts, self._costs = cuts, costs
+        self.cuts, self._known = cuts, known
         self.state_is_tape = facts.equal
         self.front = 0  # chunks whose outputs were collected
         self.checksums: Checksums | None = None  # of the first run
@@ -147,8 +145,6 @@ class ThroughTime:
         self.output_gradients: Sequence[Tensor | None] = ()
         self.samples: Samples | None = None  # none while it is measured
         self.hooks = HandedDown()
-        self.weighs = False
-        self.done: Callable[[], None] = lambda: None  # once a backward has ended
 
     @property
     def n_steps(self) -> int:
@@ -300,10 +296,10 @@ class ThroughTime:
                 f"{self.cells.name} returned other tensors twice after step {steps[1] - 1} "
                 "when it was run again than at first; it must do the same every time"
             )
-        if self._costs is None:
+        if self._known is None:
             return
         nbytes, t = sum(leaf.nbytes for leaf in chunk.leaves), self.cuts[k + 1] - 1
-        most = self._costs.stages[k].output_bytes
+        most = self._known.stages[k].output_bytes
         if nbytes > most:
             raise BudgetError(
                 f"state {t + 1}, which step {t} returned, takes {nbytes} bytes, its costs say "
@@ -340,13 +336,13 @@ class ThroughTime:
         BudgetError
             If the graph takes more than given costs say.
         """
-        if not self.weighs or self._costs is None:
+        if self._known is None or self._known.weighed:
             return self._taped(state, step)
         with Meter(self.device) as meter:
             meter.ignore([*state.tensors, *self.facts.parameters, *self.inputs.held()])
             found = self._taped(state, step)
             nbytes = meter.live_bytes()
-        most = self._costs.stages[step].tape_bytes
+        most = self._known.stages[step].tape_bytes
         if nbytes > most:
             first, last = self._steps(step)
             where = f"step {first}" if last == first + 1 else f"steps {first} to {last - 1}"
@@ -463,7 +459,8 @@ class ThroughTime:
         k = None if self.checksums is None else self.checksums.bad()
         if k is not None:
             self._refuse_other(k)
-        self.done()
+        if self._known is not None:
+            self._known.weighed = True
 
     def _refuse_other(self, k: int) -> None:
         """Raise StateError, or warn: a chunk gave other numbers in a second run."""
