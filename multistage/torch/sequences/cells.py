@@ -81,16 +81,13 @@ class Cells:
     def __init__(self, given: Sequence[Step], fused: bool = False, inputs: object = None) -> None:
         distinct = {identity_of(one): one for one in given}
         numbers = {key: number for number, key in enumerate(distinct)}
-        self._at = None
-        if len(distinct) > 1:
-            self._at = [numbers[identity_of(one)] for one in given]
+        # None if all steps have the same.
+        self._at = [numbers[identity_of(one)] for one in given] if len(distinct) > 1 else None
         # Those that differ.
         self.each = tuple([Cell(one, fused, inputs) for one in distinct.values()])
         self.fused = self.each[0].fused
-        if self._at is None:
-            self.scope, self.name = self.each[0].scope, self.each[0].name
-            return
-        self.scope = Scope([*distinct.values(), inputs])
+        alike = self._at is None
+        self.scope = self.each[0].scope if alike else Scope([*distinct.values(), inputs])
         names = list(dict.fromkeys(one.name.removeprefix("cell ") for one in self.each))
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         self.name = self.each[0].name if len(names) == 1 else f"one of the cells {shown}"
@@ -101,7 +98,7 @@ class Cells:
 
     def at(self, t: int) -> Cell:
         """Return the cell of step t."""
-        return self.each[0 if self._at is None else self._at[t]]
+        return self.each[self.number(t)]
 
     def is_compiled(self) -> bool:
         """Whether `torch.compile` made one of them, or a part of it."""
