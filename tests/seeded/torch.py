@@ -40,9 +40,9 @@ torch/test_cells.py
 +             copies = rest
 
 torch/test_unequal_cells.py
--         most = self._costs.stages[step].tape_bytes
+-         most = self._known.stages[step].tape_bytes
 -         if nbytes > most:
-+         most = self._costs.stages[step].tape_bytes
++         most = self._known.stages[step].tape_bytes
 +         if False:
 
 torch/test_unequal_cells.py
@@ -178,8 +178,8 @@ torch/test_environment.py torch/test_hidden_state.py
 +         if False:
 
 torch/test_helpers.py
-- others = every - own[costs[number].parameters]
-+ others = 0
+-             cost.stage.backward_overhead_bytes + above + below + others[cost.parameters]
++             cost.stage.backward_overhead_bytes + above + below
 
 torch/test_helpers.py
 -         if any(f is not o.filler for f, o in zip(fillers, memory, strict=True)):
