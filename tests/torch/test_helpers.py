@@ -181,7 +181,7 @@ def test_a_tensor_written_to_on_its_way_is_spoilt() -> None:
     for writes in (False, True):
         lane = TierLane(MemoryStore(), CPU, PAGE)
         held = torch.arange(32.0)
-        group = TensorGroup([held.view(4, 8)], {}, ())
+        group = TensorGroup([(held.view(4, 8), held._version)], {}, ())
         sent = lane.write(group.lines())
         assert lane.wait(sent)
         group.let_go()
@@ -206,7 +206,7 @@ def _back(error: str = "") -> Any:
 def test_bytes_that_came_to_other_memory_since_are_not_taken() -> None:
     """One group waits for what a second brings, which fails; a third brings it elsewhere."""
     known, held = dict[int, Origin](), torch.arange(8.0)
-    waiting, second, third = (TensorGroup([held], known, ()) for _ in range(3))
+    waiting, second, third = (TensorGroup([(held, 0)], known, ()) for _ in range(3))
     for group in (waiting, second, third):
         group.let_go()
     del held

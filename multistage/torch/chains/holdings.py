@@ -146,9 +146,10 @@ class HeldTape:
                     self._inputs[number] = Watch(tensor, origin, self._versions[number])
                     self._tensors[number] = None
         self.output = output
-        others = [] if output is None else output.tensors()
-        self._group = TensorGroup([*self._tensors, *others], known, stays)
-        self._tensors = self._group.tensors
+        others = [] if output is None else output.held()
+        held = [*zip(self._tensors, self._versions, strict=True), *others]
+        self._group = group = TensorGroup(held, known, stays)
+        self._tensors, self._versions = group.tensors, group.versions
 
     @property
     def group(self) -> TensorGroup:
@@ -157,29 +158,22 @@ class HeldTape:
         return self._group
 
     def leave(self) -> None:
-        """Release the states beside it; what was written to since it was saved is spoilt."""
-        for number, version in enumerate(self._versions):
-            tensor = self._tensors[number]
-            if tensor is not None and tensor._version != version:
-                self._versions[number] = -1
+        """Release the states beside it."""
         self._spare = None if self.output is None else self.output.emptied()
         self.output = self.state = None
 
     def returned(self) -> None:
-        """Take what came back."""
-        count, now = len(self._versions), self.group.versions
-        for number, version in enumerate(self._versions):
-            if version >= 0:
-                self._versions[number] = now.get(number, version)
+        """Take the state beside it that came back."""
         if self._spare is not None:
-            of_output = {number - count: version for number, version in now.items()}
-            self.output = self._spare.filled(self._tensors[count:], of_output)
+            count = len(self._given)
+            self.output = self._spare.filled(self._tensors[count:], self._versions[count:])
             self._spare = None
 
     def begin(self) -> None:
         """Release the output: the adjoint of the stage begins, and those above are done."""
         self.output = None
-        del self._tensors[len(self._versions) :]
+        count = len(self._given)
+        del self._tensors[count:], self._versions[count:]
 
     def is_input(self, number: int) -> bool:
         """Whether the `number`-th tensor lies in the state before, which is not held on to."""
@@ -362,7 +356,7 @@ class Holdings:
         kept = self.at_hand(step)
         state = sweep.slots.keep(sweep.live, step).state if kept is None else kept
         assert isinstance(state, KeptState)
-        group = TensorGroup(state.tensors(), self.known, self.staying)
+        group = TensorGroup(state.held(), self.known, self.staying)
         sent = self._send(step, False, group)
         sent.empty, sent.staged = state.emptied(), state if kept is None else None
         return None

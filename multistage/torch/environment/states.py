@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -117,29 +117,26 @@ class KeptState:
                     "two stages, has been modified by an inplace operation"
                 )
 
+    def held(self) -> list[tuple[Tensor, int]]:
+        """Return its tensors, each once, and the versions that they had."""
+        pairs = zip(self.leaves, self.versions, strict=True)
+        return list({id(x): (x, v) for x, v in pairs if isinstance(x, Tensor)}.values())
+
     def tensors(self) -> list[Tensor]:
         """Return its tensors, each once."""
-        return list({id(leaf): leaf for leaf in tensors_in(self.leaves)}.values())
+        return [tensor for tensor, _ in self.held()]
 
     def emptied(self) -> KeptState:
         """Return the state without its tensors, which are elsewhere; see `filled`."""
         places = {id(tensor): number for number, tensor in enumerate(self.tensors())}
-        versions = [
-            -1 if isinstance(leaf, Tensor) and leaf._version != version else version
-            for leaf, version in zip(self.leaves, self.versions, strict=True)
-        ]
         leaves = [_Away(places[id(x)]) if isinstance(x, Tensor) else x for x in self.leaves]
-        return KeptState(leaves, self.spec, versions, self.objects, self.inner)
+        return KeptState(leaves, self.spec, self.versions, self.objects, self.inner)
 
-    def filled(self, tensors: Sequence[Tensor | None], now: Mapping[int, int]) -> KeptState:
-        """Return an emptied state with its tensors, in the order of `tensors`.
-
-        `now` are the versions of those that were elsewhere, by their number; those of others
-        are the old ones, and -1 where a leaf had been written to since it was kept.
-        """
+    def filled(self, tensors: Sequence[Tensor | None], now: Sequence[int]) -> KeptState:
+        """Return an emptied state with its tensors and their versions, in the order of `held`."""
         leaves = [tensors[x] if isinstance(x, _Away) else x for x in self.leaves]
         versions = [
-            now.get(x, before) if isinstance(x, _Away) and before >= 0 else before
+            now[x] if isinstance(x, _Away) else before
             for x, before in zip(self.leaves, self.versions, strict=True)
         ]
         return KeptState(leaves, self.spec, versions, self.objects, self.inner)

@@ -155,7 +155,8 @@ class TensorGroup:
 
     Parameters
     ----------
-    tensors : sequence of Tensor or None
+    held : sequence of (Tensor or None, int)
+        With their versions, when they were right.
     known : dict of int to Origin
         The storages that the run has sent away or may send, by address.
     stays : container of int
@@ -167,9 +168,8 @@ class TensorGroup:
         None for those that are away or were taken.
     stuck : list of str
         What those tensors are that cannot be transferred, though nothing else holds them.
-    versions : dict of int to int
-        Of those that came back, by their number: -1 if one was written to meanwhile, in
-        memory that something else holds.
+    versions : list of int
+        Of the tensors, when they were right; -1 if one came back that had been written to.
     """
 
     __slots__ = (
@@ -185,17 +185,20 @@ class TensorGroup:
     )
 
     def __init__(
-        self, tensors: Sequence[Tensor | None], known: dict[int, Origin], stays: Container[int]
+        self,
+        held: Sequence[tuple[Tensor | None, int]],
+        known: dict[int, Origin],
+        stays: Container[int],
     ) -> None:
-        self.tensors = list(tensors)
+        self.tensors = [tensor for tensor, _ in held]
+        self.versions = [version for _, version in held]
         self.stuck: list[str] = []
         self._known = known
-        self.versions: dict[int, int] = {}
         self._memory: list[Tensor] = []  # that it comes back to
         self._renewed: list[Origin] = []  # what its own way back fills
         self._fillers: list[Transfer | None] = []  # of its storages
         self._watches: dict[int, Watch] = {}
-        self._places = [None if t is None else self._place(t, stays) for t in tensors]
+        self._places = [None if t is None else self._place(t, stays) for t in self.tensors]
 
     def _place(self, tensor: Tensor, stays: Container[int]) -> Origin | None:
         if not is_plain(tensor):
@@ -225,7 +228,7 @@ class TensorGroup:
         for number, place in enumerate(self._places):
             tensor = self.tensors[number]
             if place is not None and tensor is not None:
-                self._watches[number] = Watch(tensor, place, tensor._version)
+                self._watches[number] = Watch(tensor, place, self.versions[number])
                 self.tensors[number] = None
 
     def make_room(self) -> list[Tensor | None]:
