@@ -48,13 +48,14 @@ class HeldTape:
     ----------
     output : KeptState or None
         The state that the stage made, if the tape holds it.
+    group : TensorGroup or None
+        What of it travels, once it was packed.
     is_whole : bool
         Whether it holds all that the stage saved, and not what is made again from the rest.
     """
 
     __slots__ = (
         "_given",
-        "_group",
         "_inputs",
         "_parts",
         "_spare",
@@ -62,6 +63,7 @@ class HeldTape:
         "_sums",
         "_tensors",
         "_versions",
+        "group",
         "is_whole",
         "output",
         "state",
@@ -72,7 +74,7 @@ class HeldTape:
         self._stage = caught.stage
         self._given: list[weakref.ref[Tensor] | None] = [None] * len(caught.tape)
         self._inputs: dict[int, Watch] = {}
-        self._group: TensorGroup | None = None
+        self.group: TensorGroup | None = None
         self._spare: KeptState | None = None
         self._sums: dict[int, int | None] = {}
         self.state = state
@@ -148,14 +150,8 @@ class HeldTape:
         self.output = output
         others = [] if output is None else output.held()
         held = [*zip(self._tensors, self._versions, strict=True), *others]
-        self._group = group = TensorGroup(held, known, stays)
+        self.group = group = TensorGroup(held, known, stays)
         self._tensors, self._versions = group.tensors, group.versions
-
-    @property
-    def group(self) -> TensorGroup:
-        """What of it travels."""
-        assert self._group is not None
-        return self._group
 
     def leave(self) -> None:
         """Release the states beside it."""
@@ -350,7 +346,7 @@ class Holdings:
         step = action.step
         if action.tape:
             held = self.tape(step)
-            assert held is not None
+            assert held is not None and held.group is not None
             self._send(step, True, held.group)
             return None
         kept = self.at_hand(step)

@@ -32,14 +32,6 @@ def cloned(tensors: Sequence[MaybeTensor]) -> list[MaybeTensor]:
     """Return copies that are one object, or share memory, where the given tensors do.
 
     They have the strides of the given tensors too.
-
-    Parameters
-    ----------
-    tensors : sequence of Tensor or None
-
-    Returns
-    -------
-    list of Tensor or None
     """
     if not tensors:
         return []

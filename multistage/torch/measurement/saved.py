@@ -75,8 +75,7 @@ class Saved:
         if self._through:
             self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._runs = True
-        pack = self._pack if self._inside is None else self._number
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, self._unpack)
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -98,17 +97,12 @@ class Saved:
         self.count = number + 1
         if self._see is not None:
             self._see(tensor)
+        if self._inside is not None:
+            return number
         held = itself(tensor) if self._outer is None else self._outer[0](tensor)
         box = _Box(number, held, tensor._version)
         self._boxes.append(weakref.ref(box))
         return box
-
-    def _number(self, tensor: Tensor) -> int:
-        number = self.count
-        self.count = number + 1
-        if self._see is not None:
-            self._see(tensor)
-        return number
 
     def _unpack(self, kept: object) -> Tensor:
         if self._runs:

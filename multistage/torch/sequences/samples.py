@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 
 from ...errors import StateError
+from ..environment.states import tensors_in
 from ..tensors.meter import Seeing, storages_among, storages_of
 
 _WHOLE = 2  # first sequences of a cell, all of whose chunks are run with a graph
@@ -107,10 +107,10 @@ class Watch(Seeing):
             alias = argument.alias_info
             writes = alias is not None and alias.is_write
             writes = writes or (training and argument.name in _WRITTEN)
-            for tensor in _tensors(value):
+            for tensor in tensors_in(value):
                 self._read(tensor, str(func) if writes else None)
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._own.update(storages_of(tensor).keys() - self._foreign)
         return result
 
@@ -133,11 +133,3 @@ class Watch(Seeing):
                     f"{last - 1}, and would once more when it is run again; register it as a "
                     "buffer of a module, or return it in the state"
                 )
-
-
-def _tensors(value: object) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return []

@@ -22,10 +22,6 @@ class Sums:
     """The place in a graph at which sums so far enter it.
 
     To be made after the graph, and by the same thread.
-
-    Parameters
-    ----------
-    parameters : sequence of Tensor
     """
 
     __slots__ = ("_groups",)

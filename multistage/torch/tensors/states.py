@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import StateError
 from ...states.layout import Layout
 from ...states.slots import Kept, Slots
-from .geometry import ALIGN_BYTES, Geometry
+from .geometry import Geometry, aligned_to
 
 Adjoint = TypeVar("Adjoint")
 Bytes: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
@@ -49,12 +49,12 @@ class Shape:
     @classmethod
     def of(cls, tensor: Tensor) -> Shape:
         """Return that of a tensor."""
-        align_bytes = tensor.data_ptr() % _aligned_to(tensor.device)
+        align_bytes = tensor.data_ptr() % aligned_to(tensor.device)
         return cls(Geometry.of(tensor, offset=0), tensor.device, align_bytes)
 
     def on(self, row: Tensor) -> Tensor:
         """Return the tensor whose elements lie in a row: on that memory where it serves."""
-        where, most = self.where, _aligned_to(self.device)
+        where, most = self.where, aligned_to(self.device)
         row = row.view(where.dtype)
         if row.numel() and not where.is_row:
             # A tensor that repeats elements, by a stride of 0, is written to once.
@@ -69,15 +69,11 @@ class Shape:
 
     def _room(self, nbytes: int) -> Tensor:
         """Return a new row of elements with the alignment of the tensor."""
-        dtype, most = self.where.dtype, _aligned_to(self.device)
+        dtype, most = self.where.dtype, aligned_to(self.device)
         blank = torch.empty(nbytes + most, dtype=torch.uint8, device=self.device)
         start = (self.align_bytes - blank.data_ptr()) % most
         start -= start % dtype.itemsize
         return blank[start : start + nbytes].view(dtype)
-
-
-def _aligned_to(device: torch.device) -> int:
-    return 64 if device.type == "cpu" else ALIGN_BYTES
 
 
 def row_of(tensor: Tensor) -> Tensor:
@@ -132,12 +128,7 @@ Part: TypeAlias = Tensor | Folded  # of a state that is kept
 
 
 class TensorState:
-    """Detached tensors, and the versions they had.
-
-    Parameters
-    ----------
-    parts : sequence of Tensor or Folded
-    """
+    """Detached tensors, and the versions they had."""
 
     __slots__ = ("parts", "versions")
 

@@ -23,12 +23,7 @@ Lane: TypeAlias = Literal["compute", "out", "in"]
 
 
 class CudaStreams:
-    """Streams of a CUDA device.
-
-    Parameters
-    ----------
-    device : torch.device
-    """
+    """Streams of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

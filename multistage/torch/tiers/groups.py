@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..tensors.geometry import Geometry, is_plain, whole
+from ..tensors.geometry import Geometry, aligned_to, is_plain, whole
 from .lane import Transfer
-
-_ALIGN_BYTES = {"cpu": 64}  # as allocated, and the widest that kernels ask for
-_DEVICE_ALIGN_BYTES = 256
 
 
 class Origin:
@@ -28,10 +25,6 @@ class Origin:
 
     All tensors that come back to one memory count its versions together, whichever
     groups they are of: a write to it is found, as in plain training.
-
-    Parameters
-    ----------
-    storage : torch.UntypedStorage
 
     Attributes
     ----------
@@ -51,7 +44,7 @@ class Origin:
         self.memories = 0
         self.filler: Transfer | None = None
         self._device = storage.device
-        self._align = _ALIGN_BYTES.get(self._device.type, _DEVICE_ALIGN_BYTES)
+        self._align = aligned_to(self._device)
         self._alignment = storage.data_ptr() % self._align
         self._shift = 0
         # While it is referred to, no other storage has its address.
