@@ -24,7 +24,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .meter import parts_of
 
 Memory: TypeAlias = Sequence[ctypes.Array[ctypes.c_byte] | Tensor]
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _IN_MEMORY = {Tensor, nn.Parameter, nn.Buffer}
 _PIECE_BYTES = 1 << 20  # of a tensor with gaps, copied at a time
 _SMALL_BYTES = 1 << 14  # of which a checksum takes no longer than to find that it is known
@@ -146,14 +145,6 @@ class Digests:
         return known[2]
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as integers, in one row."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
-
-
 class Checksums:
     """Checksums of the results of all chunks of a first run.
 
@@ -196,17 +187,11 @@ class Checksums:
         return None if first < 0 else first
 
     def _sum(self, tensors: Sequence[Tensor]) -> Tensor | int:
-        """Return the sum of all bits on the device: of a chunk's many outputs in a few kernels."""
+        """Return a sum of all bits on the device: of a chunk's many outputs in a few kernels."""
         assert self._device is not None
-        rows: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            if tensor.device == self._device.device and tensor.layout is torch.strided:
-                row = _bits(tensor)
-                rows.setdefault(row.dtype, []).append(row)
-        total: Tensor | int = 0
-        for alike in rows.values():
-            total = total + torch.cat(alike).sum(dtype=torch.int64)
-        return total
+        device = self._device.device
+        rows = [_bytes(t) for t in tensors if t.device == device and t.layout is torch.strided]
+        return _sum_of(torch.cat(rows)) if rows else 0
 
 
 def fingerprint(value: object) -> object:
@@ -254,22 +239,27 @@ def _checksum(tensor: Tensor) -> int:
 
     In host memory XXH3; else a sum of 64-bit words, each with an odd weight of its place.
     """
-    tensor = _in_order(tensor)
     with contextlib.suppress(RuntimeError):  # wrapped by torch.func
-        found = digest(tensor)
+        found = digest(_in_order(tensor))
         if found is not None:
             return found
-    # Words must be aligned as they are in memory of their own.
-    if tensor.storage_offset() * tensor.element_size() % 8:
-        tensor = tensor.clone()
-    flat = tensor.reshape(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    total = int.from_bytes(bytes(flat[whole:].tolist()), "little")
-    words = flat[:whole].view(torch.int64)
+    return int(_sum_of(_bytes(tensor)))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor in C order, as one row of bytes."""
+    return _in_order(tensor.detach()).reshape(-1).view(torch.uint8)
+
+
+def _sum_of(row: Tensor) -> Tensor | int:
+    """Return a sum of the 64-bit words of some bytes on a device, which is not waited for."""
+    total: Tensor | int = 0
+    if row.numel() % 8 or row.storage_offset() % 8:  # in memory of their own words are aligned
+        row = nn.functional.pad(row, (0, -row.numel() % 8))
+    words = row.view(torch.int64)
     if words.numel():
         size = min(_WORDS, words.numel())
-        weights = torch.arange(size, device=tensor.device).mul_(_FACTOR).bitwise_or_(1)
+        weights = torch.arange(size, device=row.device).mul_(_FACTOR).bitwise_or_(1)
         for piece in words.split(size):
-            found = int((piece * weights[: piece.numel()]).sum())  # modulo 2^64
-            total = (total * 0x100000001B3 + found) % (1 << 64)  # FNV's prime
+            total = total * 0x100000001B3 + (piece * weights[: piece.numel()]).sum()  # FNV's prime
     return total
