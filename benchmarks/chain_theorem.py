@@ -126,7 +126,8 @@ def table_1(actions: Sequence[Action], costs: StageCosts) -> tuple[float, int]:
                     run(i + 1, {("A", i + 1)}, s[i].tape_overhead_bytes, s[i].forward_s)
                 if live == i + 1:  # what the tape led to is in it
                     held.discard(("a", live))
-                run(i + 1, {("d", i)}, s[i].backward_overhead_bytes, s[i].backward_s)
+                over = s[i].backward_overhead_bytes - s[i].spared_bytes
+                run(i + 1, {("d", i)}, over, s[i].backward_s)
                 held -= {("d", i + 1), ("A", i + 1)}
                 leave(i)
             case Save(i):

@@ -113,7 +113,8 @@ class Judge:
                 if self.live == i + 1:
                     self.live = None
                 assert self.at_hand(i), action
-                self.at_peak(self.gradient(i) + self.of(i, "backward_overhead_bytes"))
+                spared = self.of(i, "spared_bytes") if i + 1 not in self.saved else 0
+                self.at_peak(self.gradient(i) + self.of(i, "backward_overhead_bytes") - spared)
                 self.tapes.remove(i)
                 self.pinned.discard(i)
                 self.adjoint = i

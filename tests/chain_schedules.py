@@ -38,6 +38,7 @@ def small_chain(seed: int, length: int, largest: int = 9) -> StageCosts:
                 forward_overhead_bytes=draw.randint(0, 3),
                 tape_overhead_bytes=draw.randint(0, 3),
                 backward_overhead_bytes=draw.randint(0, 3),
+                spared_bytes=draw.choice([0, output]),
             )
         )
     return StageCosts(tuple(stages), draw.randint(0, largest), draw.randint(0, 3))

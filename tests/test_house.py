@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_230,
+    "package_lines": 61_292,
     "classes": 475,
     "functions": 3899,
     "files_under_60": 3,
-    "import_lines": 3514,
+    "import_lines": 3516,
     "twins": 0,
-    "test_lines": 57_804,
+    "test_lines": 57_913,
 }
 
 

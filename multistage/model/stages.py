@@ -17,6 +17,8 @@ here                     there
 `tape_overhead_bytes`    o_f: beyond input and output while the stage runs and
                          keeps nothing, or keeps its tape
 `backward_overhead_bytes`  o_b: beyond input, tape and both gradients
+`spared_bytes`           not there: the part of `output_bytes` that the tape does not save,
+                         gone when the adjoint of the stage begins
 `spared_s`               not there: the part of `forward_s` after the last tensor
                          it saves, not run where its tape alone is needed
 `overhead_s`             not there: the part of both times that the executor takes,
@@ -76,7 +78,8 @@ class Stage:
     ------
     ArgumentError
         For a name that is no string, a negative, infinite or missing number, a size
-        beyond 2^60, or a tape smaller than the output it includes.
+        beyond 2^60, a tape smaller than the output it includes, or more of the output
+        spared than there is.
 
     Examples
     --------
@@ -94,6 +97,7 @@ class Stage:
     forward_overhead_bytes: int = 0
     tape_overhead_bytes: int = 0
     backward_overhead_bytes: int = 0
+    spared_bytes: int = 0
     spared_s: float = 0.0
     overhead_s: float = 0.0
     ways: tuple[Way, ...] = ()
@@ -111,6 +115,11 @@ class Stage:
             if field.name.endswith("_bytes"):
                 value = _size(getattr(self, field.name), f"stage {self.name!r}: {field.name}")
                 object.__setattr__(self, field.name, value)
+        if self.spared_bytes > self.output_bytes:
+            raise ArgumentError(
+                f"stage {self.name!r}: spared_bytes={self.spared_bytes} is a part of "
+                f"output_bytes={self.output_bytes} and cannot be more"
+            )
         if self.spared_s > self.forward_s:
             raise ArgumentError(
                 f"stage {self.name!r}: spared_s={self.spared_s} is a part of "
@@ -172,6 +181,7 @@ class Stage:
             output_bytes=self.output_bytes - nbytes,
             tape_bytes=self.tape_bytes - nbytes,
             gradient_bytes=self.gradient_bytes,
+            spared_bytes=max(0, self.spared_bytes - nbytes),
             ways=tuple([replace(w, tape_bytes=w.tape_bytes - nbytes) for w in self.ways]),
         )
 

@@ -6,7 +6,8 @@ What is resident is
 * the gradient of the state that the adjoint has reached: of the last from `EndForward` on,
   which the caller computes from the last state, whose bytes are no longer counted;
 * each tape, from its `Tape` or its `Get` to its `Reverse` or its `Evict`.  The tape of
-  a stage includes the state that the stage makes, not the one it starts from;
+  a stage includes the state that the stage makes, not the one it starts from; at `Reverse`
+  the part of that state which is not saved for it is gone, unless a checkpoint has it;
 * each state outside of a tape while it is live, saved, landing, or the input of a held
   tape: such a tape pins its input.  Where the tape that includes the input is evicted, or
   the input itself, it is in the tier instead, and must be back for `Reverse`.  A tape
@@ -109,6 +110,7 @@ class ByteAccounting:
     advance: list[int] = field(init=False, repr=False)
     taping: list[int] = field(init=False, repr=False)
     reverse: list[int] = field(init=False, repr=False)
+    spared: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         costs, stages = self.costs, self.costs.stages
@@ -118,6 +120,7 @@ class ByteAccounting:
         self.advance = [s.forward_overhead_bytes for s in stages]
         self.taping = [s.tape_overhead_bytes for s in stages]
         self.reverse = [s.backward_overhead_bytes for s in stages]
+        self.spared = [s.spared_bytes for s in stages]
         self.first = _Buffer(costs.input_bytes)
         self.live = self._share(self.first)
         self.resident_bytes = self.peak_bytes = costs.input_bytes
@@ -166,6 +169,8 @@ class ByteAccounting:
                 return resident + self.tape[step] + self.taping[step]
             case Reverse(step):
                 beside = self.gradient[step] + self.reverse[step]
+                if step + 1 not in self.saved:
+                    beside -= self.spared[step]
                 if step in rules.tapes:
                     return resident + beside
                 return resident + self.tape[step] + max(self.taping[step], beside)

@@ -35,6 +35,7 @@ def a_stage(**changes: object) -> Stage:
         ({"forward_s": "fast"}, "forward_s='fast'"),
         ({"output_bytes": -2}, "output_bytes=-2"),
         ({"spared_s": 1.5}, "cannot be more"),
+        ({"spared_bytes": 101}, "spared_bytes=101 is a part of output_bytes=100"),
         ({"overhead_s": 3.5}, "overhead_s=3.5 is a part of"),
         ({"tape_bytes": (1 << 60) + 1}, "2\\^60"),
         ({"tape_bytes": 1.5}, "tape_bytes=1.5"),

@@ -47,6 +47,7 @@ def random_chain(seed: int, length: int, largest: int = 6) -> StageCosts:
                 forward_overhead_bytes=draw.choice([0, draw.randint(0, largest)]),
                 tape_overhead_bytes=draw.choice([0, draw.randint(0, largest)]),
                 backward_overhead_bytes=draw.choice([0, draw.randint(0, largest)]),
+                spared_bytes=draw.choice([0, draw.randint(0, output)]),
             )
         )
     return StageCosts(tuple(stages), draw.randint(0, 4), draw.randint(0, 4))
@@ -68,6 +69,7 @@ def big_chain(seed: int, length: int) -> StageCosts:
                 tape_bytes=int(output * draw.uniform(1, 4)),
                 forward_overhead_bytes=int(output * draw.uniform(0, 0.5)),
                 backward_overhead_bytes=int(output * draw.uniform(0, 0.5)),
+                spared_bytes=draw.choice([0, output]),
             )
         )
     return StageCosts(tuple(stages), 1 << 20)

@@ -19,7 +19,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import multistage.torch as mst
+from multistage.actions import Advance, EndForward, Free, Load, Reverse, Save, Tape
 from multistage.errors import BudgetError, CheckpointWarning
+from multistage.torch.chains.runner import Run, Traits
+from multistage.torch.environment.scope import Scope
 
 ROWS, WIDTH = 2000, 64
 # Of a limit; states of generators and the loss are not counted.
@@ -298,3 +301,27 @@ def test_a_graph_that_waits_for_its_backward_is_not_counted_as_another_iteration
             for loss in losses:
                 loss.backward()
     assert chain.plan is plan
+
+
+def test_a_state_is_let_go_with_the_last_tensor_of_the_stage_that_runs_again_from_it() -> None:
+    made: list[StorageWeakRef] = []
+    gone: list[bool] = []
+
+    def below(x: Tensor) -> Tensor:
+        x.register_hook(lambda _: gone.append(made[0].expired()))
+        y = torch.sin(x)
+        made.append(StorageWeakRef(y.untyped_storage()))
+        return y
+
+    def above(y: Tensor) -> Tensor:
+        return y * y
+
+    x = torch.randn(8, requires_grad=True)
+    stages = [below, above]
+    traits = [Traits(str(k), is_pure=True, scope=Scope([each])) for k, each in enumerate(stages)]
+    actions = [Tape(0), Save(1), Advance(1, 2), EndForward(), Load(1), Free(1)]
+    output = Run(stages, traits, [*actions, Reverse(1), Reverse(0)]).forward(x.clone())
+    assert isinstance(output, Tensor)
+    output.sum().backward()
+    assert gone == [True]
+    assert x.grad is not None and torch.equal(x.grad, 2 * torch.sin(x) * torch.cos(x))

@@ -167,7 +167,7 @@ class Skipped(nn.Module):
 
 
 def test_sizes_that_a_coin_decides_are_planned_for_as_they_come() -> None:
-    random.seed(1)
+    random.seed(2)
     x = torch.randn(64, 32)
     model = nn.Sequential(*[Skipped() for _ in range(4)])
     chain = _prepared(model, x, 150_000)

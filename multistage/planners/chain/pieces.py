@@ -149,7 +149,11 @@ def least_in_pieces(costs: StageCosts) -> int:
         here = (
             stage.output_bytes + stage.forward_overhead_bytes + largest,
             stage.tape_bytes + stage.tape_overhead_bytes + largest,
-            stage.tape_bytes + stage.gradient_bytes + gradient + stage.backward_overhead_bytes,
+            stage.tape_bytes
+            + stage.gradient_bytes
+            + gradient
+            + stage.backward_overhead_bytes
+            - stage.spared_bytes,
         )
         most = max(most, before + max(here))
         before, gradient = stage.output_bytes, stage.gradient_bytes

@@ -57,6 +57,7 @@ class HeldTape:
     __slots__ = (
         "_given",
         "_inputs",
+        "_left",
         "_parts",
         "_spare",
         "_stage",
@@ -72,6 +73,8 @@ class HeldTape:
     def __init__(self, caught: Caught, state: KeptState | None) -> None:
         self._tensors, self._versions, self._parts = caught.tape, caught.versions, caught.parts
         self._stage = caught.stage
+        # Operations of torch ask for each once: then nothing is run again from the state.
+        self._left = len(caught.tape) if caught.counts_alone else -1
         self._given: list[weakref.ref[Tensor] | None] = [None] * len(caught.tape)
         self._inputs: dict[int, Watch] = {}
         self.group: TensorGroup | None = None
@@ -206,6 +209,10 @@ class HeldTape:
         if tensor._version != self._versions[number]:
             raise written_to(self._stage)
         # From here on it lives as long as the node that asked wants it.
+        if self._given[number] is None:
+            self._left -= 1
+            if not self._left:
+                self.state = None
         self._tensors[number], self._given[number] = None, weakref.ref(tensor)
         return tensor
 

@@ -22,6 +22,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError
@@ -78,6 +79,9 @@ class StageRun:
     device : torch.device
     stand_ins : list of Tensor or None
         In place of its parameters; None for sharded ones.
+    stays : bool
+        Whether something holds its output while it is differentiated: the caller, or what the
+        next stage may be run again from.
     """
 
     def __init__(
@@ -88,8 +92,9 @@ class StageRun:
         state: object,
         device: torch.device,
         stand_ins: list[Tensor] | None,
+        stays: bool,
     ) -> None:
-        self._call, self._trait, self._state = call, trait, state
+        self._call, self._trait, self._state, self._stays = call, trait, state, stays
         self._device, self._stand_ins = device, stand_ins
         self._given = tensors_in(state)
         self._found = scope.look()  # what it refers to, as it is before it runs
@@ -113,8 +118,8 @@ class StageRun:
             return leaves
         return pytree.tree_map_only(Tensor, Tensor.clone, leaves)
 
-    def measured(self, times: dict[object, Times], seconds: float) -> tuple[Measured, object]:
-        """Return all that is measured, and the state after the stage.
+    def measured(self, times: dict[object, Times], seconds: float) -> Measured:
+        """Return all that is measured.
 
         Parameters
         ----------
@@ -127,22 +132,24 @@ class StageRun:
             # First, so that what libraries allocate once, their workspaces, is not counted.
             found = Times()
             self.time(found, seconds)
-            stage, state, _ = self.count()
+            stage, _ = self.count()
         else:
-            stage, state, operations = self.count()
+            stage, operations = self.count()
             found = times.setdefault(operations, Times())
             self.time(found, seconds)
         overhead_s = self.overhead_s()
         stage, ways = self.ways(stage, found)
-        return Measured(stage, found, overhead_s, self.sizes, ways, self.hidden_bytes), state
+        return Measured(stage, found, overhead_s, self.sizes, ways, self.hidden_bytes)
 
     def passed(self) -> object:
         """Return the state after the stage."""
-        with torch.enable_grad(), Saved(None, never, never):
+        trait = self._trait
+        saved = Saved(None, never, None if trait.differentiates else never)
+        with torch.enable_grad(), contextlib.nullcontext() if trait.unhooked else saved:
             return pytree.tree_map_only(Tensor, _detached, self._call(self._fresh()))
 
-    def count(self) -> tuple[Stage, object, object]:
-        """Return the bytes of the stage, the state after it, and the operations it performs."""
+    def count(self) -> tuple[Stage, object]:
+        """Return the bytes of the stage, and the operations it performs."""
         output_bytes, advance_bytes, shared = self._count_untaped()
         inputs = self._fresh()
         wanted = [t for t in tensors_in(inputs) if t.requires_grad]
@@ -154,33 +161,35 @@ class StageRun:
             made = meter.live_bytes()
             taping_bytes = max(0, meter.peak_bytes - made)
             tape_bytes = max(made + shared, output_bytes)
-            held = [*tensors_in(output), *saved.held()]
-            is_hiding = not unhooked and meter.bytes_but(held) > 0
-            del held
+            kept = [*tensors_in(output), *saved.held()]
+            is_hiding = not unhooked and meter.bytes_but(kept) > 0
+            del kept
             self.sizes.varies = meter.sizes_vary
             if self._trait.differentiates or self._trait.graded:  # it keeps all it saves
                 advance_bytes = max(advance_bytes, tape_bytes + taping_bytes - output_bytes)
             result = list({id(t): t for t in tensors_in(output) if t.requires_grad}.values())
             _refuse_sparse(self._trait.name, result)
-            next_state = pytree.tree_map_only(Tensor, _detached, output)
+            self._by_all = self._by_all or has_node(result, _CHECKPOINTS)
             gradients = _ones_like(result)
             gradient_bytes = bytes_of(gradients)  # of a view that repeats numbers, all
+            ends = [get_gradient_edge(t) for t in result]
+            held = (output, result) if self._stays else None
             before = meter.live_bytes()
+            del output, result
+            left = meter.live_bytes()
             meter.reset_peak()
-            if result:
-                del output
-                self._by_all = self._by_all or has_node(result, _CHECKPOINTS)
+            if ends:
                 stand_ins = self._stand_ins or ()
                 hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in stand_ins]
-                self._differentiation(result, gradients, wanted)()
+                self._differentiation(ends, gradients, wanted)()
                 for hook in hooks:
                     hook.remove()
             given_gradient = bytes_held(t.grad for t in wanted if t.grad is not None)
-            reverse_bytes = max(0, meter.peak_bytes - before - given_gradient)
+            reverse_bytes = max(0, meter.peak_bytes - left - given_gradient)
             operations = meter.operations()
         self._saved, self._saved_bytes = saved.count, counted.nbytes
         self.sizes.saved_bytes = None if unhooked else counted.nbytes
-        del wanted, result, gradients, inputs
+        del wanted, ends, gradients, inputs, held
         self.hidden_bytes = self._hidden_bytes() if is_hiding else 0
 
         stage = Stage(
@@ -193,8 +202,9 @@ class StageRun:
             forward_overhead_bytes=advance_bytes,
             tape_overhead_bytes=taping_bytes + self.hidden_bytes,
             backward_overhead_bytes=reverse_bytes,
+            spared_bytes=min(before - left, output_bytes),
         )
-        return stage, next_state, operations
+        return stage, operations
 
     def _count_untaped(self) -> tuple[int, int, int]:
         """Run without a tape.
@@ -350,7 +360,10 @@ class StageRun:
         return forward_s, spared_s, backward_s
 
     def _differentiation(
-        self, result: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[Tensor]
+        self,
+        result: Sequence[Tensor | GradientEdge],
+        gradients: Sequence[Tensor],
+        wanted: Sequence[Tensor],
     ) -> Callable[[], object]:
         """Return what differentiates by the input and the stand-ins, and by nothing else.
 
@@ -497,20 +510,22 @@ def _measure_groups(
     alike: dict[object, Measured] = {}
     found: list[Measured] = []
     with _gradients_put_back(parameters) if collective else contextlib.nullcontext():
-        for call, trait in zip(calls, traits, strict=True):
+        for number, (call, trait) in enumerate(zip(calls, traits, strict=True)):
             scope = trait.scope or Scope([call])
             # Nothing can stand in for sharded parameters.
             with contextlib.nullcontext() if collective else standing_in(scope) as stand_ins:
                 kind = _kind_of(call, trait, state)
-                run = StageRun(call, trait, scope, state, device, stand_ins)
-                known = None if kind is None else alike.get(kind)
+                stays = number + 1 == len(calls) or not traits[number + 1].is_pure
+                run = StageRun(call, trait, scope, state, device, stand_ins, stays)
+                known = None if kind is None else alike.get((kind, stays))
                 if known is None:
-                    known, state = run.measured(times, seconds / len(calls))
+                    known = run.measured(times, seconds / len(calls))
                     if not known.sizes.varies:
-                        alike[kind] = known
+                        alike[kind, stays] = known
                 else:
                     run.time(known.times, seconds / len(calls))
-                    known, state = known.of(call, trait.name), run.passed()
+                    known = known.of(call, trait.name)
+                state = run.passed()
             found.append(known)
     input_bytes += sum([each.hidden_bytes for each in found])  # from first run to backward
     stages = [_with_times(each.stage, each.times, each.overhead_s) for each in found]

@@ -60,7 +60,10 @@ def at_least(now: Profile, before: Profile, larger: LargerError) -> Profile:
         return now
     stages, sizes = list(now.costs.stages), [t.sizes or Sizes() for t in now.traits]
     for i, (a, b) in enumerate(zip(stages, before.costs.stages, strict=True)):
-        stages[i] = replace(a, **{n: max(getattr(a, n), getattr(b, n)) for n in _BYTES}, ways=())
+        larger_of = {n: max(getattr(a, n), getattr(b, n)) for n in _BYTES}
+        stages[i] = replace(
+            a, **larger_of, spared_bytes=min(a.spared_bytes, b.spared_bytes), ways=()
+        )
         sizes[i] = sizes[i].both(before.traits[i].sizes or Sizes(), max)
     at, returns = larger.stage, larger.does == "returns"
     known = (sizes[at].output_bytes if returns else sizes[at].saved_bytes) or 0
@@ -159,6 +162,9 @@ def _stage(one: Stage, other: Stage, at: _At) -> Stage:
     numbers = [f.name for f in fields(Stage) if f.name not in ("name", "ways", "way")]
     values = {n: _value(getattr(one, n), getattr(other, n), at) for n in numbers}
     values["tape_bytes"] = max(values["tape_bytes"], values["output_bytes"])
+    # Rounded down, and not above the line: it makes a plan take less.
+    spared = one.spared_bytes + (other.spared_bytes - one.spared_bytes) * at.share
+    values["spared_bytes"] = min(max(0, math.floor(round(spared, 6))), values["output_bytes"])
     values["spared_s"] = min(values["spared_s"], values["forward_s"])
     values["overhead_s"] = min(values["overhead_s"], values["forward_s"] + values["backward_s"])
     return replace(one, **values, ways=())  # which are known of the measured kinds alone
