@@ -35,6 +35,7 @@ from multistage.torch.measurement import measure
 from multistage.torch.measurement.traits import Remade
 from multistage.torch.tensors.checksums import Digests
 from multistage.torch.tensors.meter import Meter
+from multistage.torch.tracing import cutting
 from multistage.torch.tracing import remaking as tracing_remaking
 
 WIDTH = 16
@@ -377,9 +378,82 @@ def test_no_cut_keeps_a_sum_that_plain_training_does_not() -> None:
     assert compiled.plan.plain_bytes == pytest.approx(meter.peak_bytes + x.nbytes, rel=0.1)
 
 
+class Wide(nn.Module):
+    """Makes a large part of all tensors between two places where one passes."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sin(torch.sin(torch.sin(torch.sin(torch.sin(torch.sin(self.up(x)))))))
+        return torch.sin(x + self.down(y))
+
+
+def test_what_is_a_fifth_of_all_is_cut_inside() -> None:
+    def least(*widths: int) -> int:
+        model = nn.Sequential(*[Wide(wide) for wide in widths])
+        with pytest.raises(BudgetError) as refused:
+            mst.compile(model, memory=1)(batch(256, WIDTH))
+        assert refused.value.least_bytes is not None
+        return refused.value.least_bytes
+
+    assert least(4 * WIDTH, *[WIDTH] * 10) < 7 * batch(256, 4 * WIDTH).nbytes
+
+
+def test_outputs_that_no_tape_saves_are_gone_while_their_stage_is_reversed() -> None:
+    model, x = nn.Sequential(nn.Tanh(), Sine(), Sine(), Sine()), batch(256, WIDTH)
+    compiled = mst.compile(model, memory=0.95)
+    step(compiled, x.requires_grad_())
+    assert compiled.plan is not None
+    sizes = [stage.spared_bytes for stage in compiled.plan.stage_costs.stages]
+    assert sizes == [
+        0,
+        x.nbytes,
+        x.nbytes,
+        0,
+    ]  # a tangent saves its output; the caller has the last
+
+
+class Sine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+
+@pytest.mark.parametrize("made", [nn.Hardswish, nn.SiLU, nn.Mish, nn.Hardsigmoid])
+def test_activations_that_copy_what_they_write_to_do_not_write(made: type[nn.Module]) -> None:
+    norms = [nn.Sequential(nn.BatchNorm1d(WIDTH), made(inplace=True)) for _ in range(4)]
+    plain, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), *norms), batch(256, WIDTH)
+    ours = copy.deepcopy(plain)
+    with pytest.raises(BudgetError) as refused:
+        mst.compile(copy.deepcopy(plain), memory=1)(x)
+    least = refused.value.least_bytes
+    assert least is not None and least < 5.5 * x.nbytes
+    compiled = mst.compile(ours, memory=least)
+    assert_equal(trained(compiled, ours, x), trained(plain, plain, x))
+    with Within(torch.device("cpu")) as meter:
+        meter.ignore([x, *ours.parameters(), *ours.buffers()])
+        meter.ignore([p.grad for p in ours.parameters() if p.grad is not None])
+        compiled(x).backward(torch.ones(256, WIDTH))
+    assert meter.peak_bytes + x.nbytes <= least + x.nbytes  # of the adjoint, which the caller holds
+
+
+def test_what_is_not_alone_in_being_written_to_is_written_to() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = functional.layer_norm(x, (WIDTH,))
+            return functional.silu(y, inplace=True) + y
+
+    plain, x = nn.Sequential(*[Twice() for _ in range(6)]), batch(256, WIDTH).requires_grad_()
+    compiled = mst.compile(copy.deepcopy(plain), memory=0.9)
+    assert torch.equal(step(compiled, x), step(plain, x))
+
+
 @pytest.fixture
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever can be made again is said to cost nothing: tapes are kept in part."""
+    """Whatever can be made again is said to cost nothing, and stages are large."""
+    monkeypatch.setattr(cutting, "_LARGE", 1 / 4)
+    monkeypatch.setattr(cutting, "_PART", 1 / 16)
     remaking = measure.StageRun._remaking
     monkeypatch.setattr(tracing_remaking, "_WORTH", (0.0,))
     monkeypatch.setattr(measure.StageRun, "_remaking", lambda *a: (remaking(*a)[0], 0.0))

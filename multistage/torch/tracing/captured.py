@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.nn import functional
 
 from ..environment.settings import Autocast
 from ..measurement.measure import Profile
@@ -188,6 +189,15 @@ def _set_graded(opened: _Opened, graded: bool) -> None:
     torch._C._set_grad_enabled(graded and opened.graded)
 
 
+# In place these save a copy of what they write to, which nothing else sees of a result of these:
+# not in place they take no more memory, have the same bits, and may be parted from it by a cut.
+_COPYING = {functional.hardswish, functional.silu, functional.mish, functional.hardsigmoid}
+_FRESH = {
+    *(functional.batch_norm, functional.group_norm, functional.layer_norm, functional.linear),
+    *(torch.conv1d, torch.conv2d, torch.conv3d),
+}
+
+
 class GraphStages(list[GraphStage]):
     """The stages of a captured graph.
 
@@ -287,6 +297,10 @@ def _counted(profile: Profile, way: Staying) -> Profile:
 def _copy_of(graph: fx.GraphModule) -> fx.GraphModule:
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.graph, {}))
+    for node in copied.nodes:
+        made = node.args[0] if node.args and node.target in _COPYING else None
+        if isinstance(made, fx.Node) and made.target in _FRESH and len(made.users) == 1:
+            node.args, node.kwargs = (made,), {}
     return fx.GraphModule(graph, copied)
 
 
