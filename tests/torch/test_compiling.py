@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -29,7 +30,9 @@ from multistage.errors import (
     StateError,
 )
 from multistage.torch import compiling
+from multistage.torch.chains.runner import Run
 from multistage.torch.chains.stages import StageRunner
+from multistage.torch.environment import captured as environment_captured
 from multistage.torch.environment import randomness, states
 from multistage.torch.measurement import measure
 from multistage.torch.measurement.traits import Remade
@@ -491,6 +494,85 @@ def test_a_second_backward_by_tapes_kept_in_part() -> None:
     assert_equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
     with pytest.raises(MultistageError, match="double backward"):
         compiled(x).square().mean().backward(create_graph=True)
+
+
+@pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda p: p.detach().numpy().fill(2.0), "holds other numbers"),
+        (lambda p: p.data.add_(0), None),  # the same numbers
+        (lambda p: p.detach().add_(0), "in place"),
+        (lambda p: setattr(p, "data", p.data.clone()), "was given other memory"),
+    ],
+)
+def test_what_tapes_are_made_again_from_is_as_it_was(
+    change: Callable[[Tensor], object], said: str | None
+) -> None:
+    model, x = Net(dropping), batch()
+    compiled = mst.compile(model, memory=0.9)
+    step(compiled, x)
+    assert ways_of(compiled)
+    y = compiled(x).square().mean()
+    with torch.no_grad():
+        change(model.blocks[1].norm.weight)  # type: ignore[arg-type, union-attr]
+    with contextlib.nullcontext() if said is None else pytest.raises(StateError, match=said):
+        y.backward()
+
+
+def test_graphs_hold_parameters_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    tensor = Run._tensor
+
+    def seen(*given: Any) -> Tensor:
+        asked.append((found := tensor(*given)).data_ptr())
+        return found
+
+    monkeypatch.setattr(Run, "_tensor", seen)
+    model, x = Net(dropping), batch()
+    step(mst.compile(model, memory=0.7), x)
+    assert asked
+    assert not {p.data_ptr() for p in model.parameters()} & {*asked}
+
+
+def test_statistics_that_decide_nothing_are_copied_for_runs_again_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, x = Net(dropping), batch()
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.7)
+    for model, call in ((plain, plain), (ours, compiled)):
+        torch.manual_seed(0)
+        step(call, x)
+        model.zero_grad()
+    copied: list[int] = []
+    cloned = environment_captured.cloned
+    monkeypatch.setattr(
+        environment_captured, "cloned", lambda given: copied.append(len(given)) or cloned(given)
+    )
+    torch.manual_seed(1)
+    y = compiled(x).square().mean()
+    assert not copied
+    y.backward()
+    assert copied
+    torch.manual_seed(1)
+    plain(x).square().mean().backward()
+    assert_equal([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()])
+    assert_equal([*ours.buffers()], [*plain.buffers()])
+
+
+def test_a_buffer_that_is_read_is_not_taken_for_one_that_decides_nothing() -> None:
+    compiled = mst.compile(Net(counting), memory=0.7)
+    step(compiled, batch())
+    stages = vars(compiled)["_multistage_used"].chains[-1]._multistage.graph
+    unread = {name for stage in stages for name in stage.unread}
+    buffers = {name for stage in stages for name in stage._buffers}
+    assert {name.rpartition("buffers_")[2] for name in buffers - unread} == {"count_"}
+    assert {name.rpartition("buffers_")[2] for name in unread} == {
+        "running_mean_",
+        "running_var_",
+        "num_batches_tracked_",
+    }
 
 
 FACTOR = {"value": 1.0}  # which TorchDynamo does not see the operator read

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +26,7 @@ from ..tensors.checksums import digest
 from ..tensors.geometry import is_plain
 from ..tiers.groups import Origin, TensorGroup, Watch
 from ..tiers.lane import ChainTier, TierLane, Transfer
-from .stages import StageRunner, storages_of_all
+from .stages import Region, StageRunner, storages_of_all
 
 _LAST = 4  # transfers, whose rate is that of now
 
@@ -59,6 +59,7 @@ class HeldTape:
         "_inputs",
         "_left",
         "_parts",
+        "_sources",
         "_spare",
         "_stage",
         "_sums",
@@ -83,31 +84,34 @@ class HeldTape:
         self.state = state
         self.output: KeptState | None = None
         self.is_whole = caught.without is None
+        self._sources = () if caught.without is None else caught.without.sources
 
-    def guard(self, storages: Set[int], own: Set[int]) -> None:
+    def guard(self, storages: Set[int], own: Region) -> None:
         """Notice other bits, in these storages, of what the rest is made again from.
 
-        Of parameters, which lie in the storages `own`, a stage's environment does.
+        Of parameters, which lie in `own`, a stage's environment does.
         """
         if self.is_whole:
             return
-        if self.state is not None and _lie_in(self.state.tensors(), storages | own):
+        if self.state is not None and own.has_part_of(self.state.tensors(), storages):
             self.state.summed()
-        for number, tensor in enumerate(self._tensors):
-            if tensor is not None and _lie_in([tensor], storages):
+        sources = [(number, self._tensors[number]) for number in self._sources]
+        for number, tensor in sources:
+            if tensor is not None and not storages_of_all([tensor]).isdisjoint(storages):
                 self._sums[number] = digest(tensor)
 
     def rest(self) -> Sequence[Tensor | None] | None:
-        """Return the tensors that it holds; None if one was written to since it was saved.
+        """Return the tensors that it holds; None if a source was written to since it was saved.
 
         Raises
         ------
         StateError
             If one was without a new version.
         """
-        pairs = zip(self._tensors, self._versions, strict=True)
-        if any(tensor is not None and tensor._version != v for tensor, v in pairs):
-            return None
+        for number in self._sources:
+            tensor = self._tensors[number]
+            if tensor is not None and tensor._version != self._versions[number]:
+                return None
         for number, before in self._sums.items():
             tensor = self._tensors[number]
             if tensor is not None and digest(tensor) != before:
@@ -217,11 +221,6 @@ class HeldTape:
         return tensor
 
 
-def _lie_in(tensors: Iterable[Tensor], storages: Set[int]) -> bool:
-    """Whether one of some tensors lies in one of these storages."""
-    return not storages_of_all(tensors).isdisjoint(storages)
-
-
 @dataclass(eq=False, slots=True)
 class _Sent:
     """A state or a tape in the tier, or on its way there or back."""
@@ -294,10 +293,10 @@ class Holdings:
         tapes = [kept.state for kept in self.tapes.values() if kept.state is not None]
         if not (held or tapes):
             return
-        storages, own = self.staying | storages_of_all(output), self._stages.all_storages()
+        storages, own = self.staying | storages_of_all(output), self._stages.region()
         for state in held:
             assert isinstance(state, KeptState)
-            if not state.sums and _lie_in(state.tensors(), storages | own):
+            if not state.sums and own.has_part_of(state.tensors(), storages):
                 state.summed()
         for tape in tapes:
             assert isinstance(tape, HeldTape)

@@ -280,6 +280,8 @@ class Run:
         Meters this iteration.
     check : {"error", "warn", "off"}
         What to do where a run again saves other numbers than the first.
+    is_known : bool
+        Whether a run like this one was within the sizes planned for.
     """
 
     def __init__(
@@ -293,8 +295,9 @@ class Run:
         left: Callable[[], None] = lambda: None,
         metered: Metered | None = None,
         check: Check = "off",
+        is_known: bool = False,
     ) -> None:
-        self._stages = StageRunner(stages, traits, check=check)
+        self._stages = StageRunner(stages, traits, check=check, is_known=is_known)
         self._script = Script(actions)
         self._course, self._left, self._metered = course, left, metered
         self._tier = tier
@@ -435,11 +438,12 @@ class Run:
             assert tensor is not None
         return tensor
 
+    def _again(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context with the settings of the forward sweep, metered if this iteration is."""
+        return self._stages.as_at_first() if self._metered is None else self._meter_again()
+
     @contextlib.contextmanager
-    def _again(self) -> Iterator[None]:
-        """Return to the settings of the forward sweep, and meter if this iteration is."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._stages.as_at_first())
-            if self._metered is not None:
-                stack.enter_context(self._metered.on(again=True))
+    def _meter_again(self) -> Iterator[None]:
+        assert self._metered is not None
+        with self._stages.as_at_first(), self._metered.on(again=True):
             yield

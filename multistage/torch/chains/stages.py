@@ -7,8 +7,10 @@ again in that environment (`multistage.torch.environment`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...errors import StateError
-from ..environment.captured import Environment
+from ..environment.captured import Environment, exchanges_memory
 from ..environment.randomness import Generators, Own, State
 from ..environment.scope import Scope
 from ..environment.settings import Settings
@@ -43,6 +45,8 @@ class StageRunner:
     check : {"error", "warn", "off"}
         What to do where a run again saves other numbers than the first: they are compared by
         checksums, of tensors in host memory.
+    is_known : bool
+        Whether a run like this one was within the sizes planned for.
     """
 
     def __init__(
@@ -51,10 +55,12 @@ class StageRunner:
         traits: Sequence[Traits],
         *,
         check: Check = "off",
+        is_known: bool = False,
     ) -> None:
         self._stages, self.traits, self._check = stages, traits, check
         self._scopes = [t.scope or Scope([s]) for s, t in zip(stages, traits, strict=True)]
         self._around: dict[int, Environment] = {}
+        self._before: list[Environment] = []  # the sweep, where nothing in it changes them
         self._settings: Settings | None = None  # of the forward sweep
         self._holds_in: int | None = None  # a backward pass in which they were found to hold
         self._devices: set[torch.device] = set()
@@ -69,6 +75,9 @@ class StageRunner:
         self._home = Home()
         # Nothing but operations of torch sees the states between stages.
         self.is_closed = all(trait.is_pure for trait in traits)
+        # Operations of torch alone save and return as much each time.
+        self._looks = not (is_known and self.is_closed)
+        self._own_stays = not exchanges_memory()  # parameters, in their memory
         # With other threads: generators, buffers, the stages of a captured graph.
         self._shares = any(trait.draws or trait.buffers for trait in traits)
         self._shares |= any(getattr(stage, "is_bound", False) for stage in stages)
@@ -91,7 +100,10 @@ class StageRunner:
         OnceMore
             If a stage is larger than planned for; all that stages did is undone.
         """
-        every = [scope.seen_last() for scope in self._scopes]
+        if self.is_closed:  # at once: between stages each would find the caches empty
+            self._before = [self._captured(i) for i in range(len(self))]
+        captured = [around.found for around in self._before]
+        every = captured or [scope.seen_last() for scope in self._scopes]
         devices = {t.device for t in tensors_in(state)}.union(*[f.devices() for f in every])
         self._watched = -1
         self._watch(devices, [each for found in every for each in found.generators])
@@ -101,6 +113,11 @@ class StageRunner:
         except OnceMore:
             self._undo()
             raise
+        finally:
+            self._before = []
+        self._random = ()
+        if self.is_closed:  # which has changed no setting and no attribute
+            return
         # Not earlier: what is undone must come back with its graph.
         for around in self._around.values():
             around.let_graphs_go()
@@ -110,7 +127,11 @@ class StageRunner:
                 f"a stage changed a setting and left it changed: {', '.join(changed)}; stages "
                 "cannot be run again as they were: change it outside of the chain"
             )
-        self._random = ()
+
+    def _captured(self, i: int) -> Environment:
+        """Return the environment of stage i as it is, but for values."""
+        trait = self.traits[i]
+        return Environment(self._scopes[i], f"stage {trait.name}", trait.buffers, keep_values=False)
 
     def _undo(self) -> None:
         self._generators.restore(self._random)  # as they were before the stage that failed
@@ -119,7 +140,7 @@ class StageRunner:
 
     def returned(self, i: int, leaves: Sequence[object]) -> None:
         """Look at the size of state i, which the stage before returned."""
-        sizes = self.traits[i - 1].sizes if i else None
+        sizes = self.traits[i - 1].sizes if i and self._looks else None
         if sizes is not None:
             sizes.returned(i - 1, leaves)
 
@@ -169,26 +190,31 @@ class StageRunner:
             Whether what it saves is to be returned, rather than released.
         """
         leaves = leaves_of(box[0])
-        self.returned(i, leaves)
         self._wants[i] = wants_of(leaves)
-        trait = self.traits[i]
-        around = self._around[i] = Environment(
-            self._scopes[i], f"stage {trait.name}", trait.buffers, by_value=unpack is not None
-        )
-        devices = {x.device for x in leaves if isinstance(x, Tensor)}
-        self._watch(devices | around.found.devices(), around.found.generators)
-        count, sizes = None, trait.sizes
-        if sizes is not None and not trait.unhooked:
-            way = sizes.way(leaves, around.found.number)
-            count = None if sizes.knows(way) else Count(i, sizes)
+        trait, stage = self.traits[i], self._stages[i]
+        around = self._before[i] if self._before else self._captured(i)
+        self._around[i] = around
+        if self._looks or not trait.is_blind:  # nothing is undone otherwise
+            around.keep()
+        if unpack is not None:
+            around.sum()
+        count, sizes, between = None, None, None
+        self.returned(i, leaves)
+        if self._looks:
+            devices = {x.device for x in leaves if isinstance(x, Tensor)}
+            self._watch(devices | around.found.devices(), around.found.generators)
+            sizes = None if trait.unhooked else trait.sizes
+            if sizes is not None:
+                way = sizes.way(leaves, around.found.number)
+                count = None if sizes.knows(way) else Count(i, sizes)
+            if isinstance(stage, Joined) and stage.sizes:
+                between = partial(stage.look, self._devices | _HOST, count)
+                if count is not None and stage.sizes[0] is not None:
+                    count.begin(stage.sizes[0])
         del leaves
         if trait.may_draw and self._is_random_old:
             self._random = self._generators.capture()
-        stage, between, caught = self._stages[i], None, Caught(trait.name, holds=holds)
-        if isinstance(stage, Joined) and stage.sizes:
-            between = partial(stage.look, self._devices | _HOST, count)
-            if count is not None and stage.sizes[0] is not None:
-                count.begin(stage.sizes[0])
+        caught = Caught(trait.name, holds=holds)
         with self._saved(i, caught, count, unpack):
             state = self._call(i, box, between)
         if sizes is not None and count is not None:
@@ -199,7 +225,8 @@ class StageRunner:
             before, self._random = self._random, self._generators.capture()
             if around.drew(self._generators, before, self._random, trait.draws):
                 self._shares = True
-        around.verify()
+        if not self.is_closed:
+            around.verify()
         TURN.moved()
         return state, caught
 
@@ -224,6 +251,7 @@ class StageRunner:
         if self._check != "off" and again and not (trait.fills or trait.is_pure):
             caught.digests = Digests()
         caught.counts_alone = trait.is_pure
+        caught.leaves_own = trait.is_pure and self._own_stays
         self._first[i] = caught.kinds, caught.sums
         caught.begun = nodes_made()
         return Saved(caught.see, partial(unpack, i), self._refusing(i), stage=self.traits[i].name)
@@ -241,16 +269,20 @@ class StageRunner:
 
         return None if trait.differentiates else refuse
 
-    @contextlib.contextmanager
-    def as_at_first(self) -> Iterator[None]:
-        """Return to the stream and the settings of the forward sweep."""
+    def as_at_first(self) -> AbstractContextManager[None]:
+        """Return a context with the stream and the settings of the forward sweep."""
         settings = self._settings
         assert settings is not None
         task = torch._C._current_graph_task_id()  # of the backward pass; -1 outside of any
         if task < 0 or task != self._holds_in:
             self._holds_in = task if settings.hold() else None
         holds = self._holds_in == task
-        hold = contextlib.nullcontext() if holds else settings.context()
+        if holds and self._home.stream is None:
+            return self.turn()
+        return self._at_home(contextlib.nullcontext() if holds else settings.context())
+
+    @contextlib.contextmanager
+    def _at_home(self, hold: AbstractContextManager[None]) -> Iterator[None]:
         with self.turn(), self._home.context(), hold:
             yield
 
@@ -300,12 +332,14 @@ class StageRunner:
         self, i: int, state: KeptState, tape: Sequence[Tensor | None]
     ) -> dict[int, Tensor] | None:
         """Return what the tape of stage i does not hold, by number; None if it is not known how."""
-        remade = self.traits[i].remade
+        remade, around = self.traits[i].remade, self._around[i]
         if remade is None or not remade.fits(tape):
             return None
         # Whatever is known to draw is kept; operators of one's own may draw now and then.
-        with torch.no_grad(), self._around[i].again(random=not self.traits[i].is_pure):
-            made = remade.make(state.fresh(self._wants[i], False), tape)
+        is_pure = self.traits[i].is_pure
+        with torch.no_grad(), contextlib.nullcontext() if is_pure else around.again():
+            own = around.read(remade.names)
+            made = remade.make(state.fresh(self._wants[i], False), tape, own)
         if self._first[i][1]:
             digests = Digests()
             self._compare(i, [(n, digests.of(tensor)) for n, tensor in made.items()])
@@ -346,6 +380,7 @@ class StageRunner:
         name = self.traits[i].name
         caught = Caught(name, around.places(), digests=digests, enough=enough)
         caught.counts_alone = self.traits[i].is_pure
+        caught.leaves_own = caught.counts_alone and self._own_stays
         caught.without = None if alone else self.traits[i].remade
         with (
             contextlib.suppress(Complete),
@@ -362,9 +397,35 @@ class StageRunner:
         """Return the addresses of storages of the environment of stage i."""
         return storages_of_all(self._around[i].found.tensors)
 
-    def all_storages(self) -> set[int]:
-        """Return the addresses of storages of the environments of all stages."""
-        return storages_of_all([t for each in self._around.values() for t in each.found.tensors])
+    def region(self) -> Region:
+        """Return where the environments of all stages lie."""
+        every = self._around.values()
+        if self.is_closed and self._own_stays:
+            return Region(frozenset(), sorted([at for each in every for at in each.addresses()]))
+        return Region(storages_of_all([t for each in every for t in each.found.tensors]), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where parameters and buffers lie: their storages, or sorted addresses in these."""
+
+    storages: Set[int]
+    addresses: Sequence[int]
+
+    def has_part_of(self, tensors: Iterable[Tensor], others: Set[int]) -> bool:
+        """Whether one of some tensors lies here, or in other storages."""
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata in others or storage._cdata in self.storages:
+                return True
+            place = bisect_left(self.addresses, storage.data_ptr()) if self.addresses else 0
+            if self.addresses[place : place + 1] and (
+                self.addresses[place] < storage.data_ptr() + storage.nbytes()
+            ):
+                return True
+        return False
 
 
 def storages_of_all(tensors: Iterable[Tensor]) -> set[int]:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import StateError
-from ..tensors.checksums import fingerprint, same_bits, sums_of, whole_memory
+from ..tensors.checksums import digest, fingerprint, same_bits, sums_of, whole_memory
 from .copies import address, addresses, cloned, put_back, version_of
 from .places import replacing
 from .randomness import Generators, State, random_devices
@@ -52,7 +52,7 @@ class Environment:
     changing : sequence of (module, buffer name)
         Buffers that the stage changes: kept by value.
     keep_values : bool
-        Whether to keep those values; else the caller does.
+        Whether to keep those values; else the caller does, or nothing depends on them.
     by_value : bool
         Whether to notice other bits of the tensors that it must leave alone, by checksums:
         fused optimizers, `.data` and NumPy write to them without a new version.
@@ -64,6 +64,7 @@ class Environment:
     """
 
     __slots__ = (
+        "_at",
         "_changing",
         "_flags",
         "_generators",
@@ -93,8 +94,7 @@ class Environment:
         self.found, self._name, self._changing = found, name, changing
         self._generators: Generators | None = None
         self._random: tuple[State | None, ...] | None = None
-        buffers = [module._buffers[key] for module, key in changing]
-        own = {id(buffer) for buffer in buffers}
+        own = {id(buffer) for buffer in self._buffers()}
         tensors = found.tensors
         self._tensors: Sequence[Tensor] = (
             [t for t in tensors if id(t) not in own] if own else tensors
@@ -103,10 +103,33 @@ class Environment:
         self._flags = [t.requires_grad for t in self._tensors]
         at = addresses(self._tensors)
         self._pointers = [] if exchanges_memory() else at
-        self._sizes, self._sums = self._summed(at) if by_value else ([], [])
+        self._at = at
+        self._sizes: Sequence[int] = []
+        self._sums: list[int | None] = []
         self._places: dict[int, int] | None = None
-        self._kept = cloned(buffers) if keep_values else []
+        self._kept: list[Tensor | None] | None = None
+        self._kept_versions: list[int] = []
+        if keep_values:
+            self.keep()
+        if by_value:
+            self.sum()
+
+    def keep(self) -> None:
+        """Keep the present values of the buffers that the stage changes."""
+        buffers = self._buffers()
+        self._kept = cloned(buffers)
         self._kept_versions = [0 if b is None else version_of(b) for b in buffers]
+
+    def addresses(self) -> list[int]:
+        """Return where tensors lay that the stage must leave alone, and its buffers lie."""
+        return [*self._at, *addresses([b for b in self._buffers() if b is not None])]
+
+    def _buffers(self) -> list[Tensor | None]:
+        return [module._buffers[key] for module, key in self._changing]
+
+    def sum(self) -> None:
+        """Take checksums of the tensors that the stage must leave alone."""
+        self._sizes, self._sums = self._summed(self._at)
 
     # ------------------------------------------------------------- first run
 
@@ -211,6 +234,7 @@ class Environment:
     def undo(self) -> None:
         """Undo the first run: put back attributes, buffers and generators as captured."""
         self.found.put_back()
+        assert self._kept is not None
         for (module, key), value, version in zip(
             self._changing, self._kept, self._kept_versions, strict=True
         ):
@@ -224,15 +248,11 @@ class Environment:
     def refuse_changed(self) -> None:
         """Raise StateError if a tensor was changed since it was captured."""
         for tensor in self._written():
-            raise self._changed(tensor, "was changed in place between forward and backward")
+            raise self._changed(tensor, _WRITTEN)
         at = addresses(self._tensors)
         if self._pointers and not exchanges_memory():
             for tensor in self._others(at, self._pointers):
-                raise self._changed(
-                    tensor,
-                    "was given other memory between forward and backward (by .data, .to(), "
-                    ".double() or the like)",
-                )
+                raise self._changed(tensor, _MOVED)
         if not self._sums:
             return
         sizes, now = self._summed(at)
@@ -244,11 +264,43 @@ class Environment:
                 # A shard and the whole (FSDP) are not to be compared.
                 comparable = bits is not None is not bits_before and size == size_before
                 if comparable and bits != bits_before:
-                    raise self._changed(
-                        tensor,
-                        "holds other numbers than in the forward pass, though no version says so: "
-                        "a fused optimizer's step, .data, NumPy, or the stage itself wrote to it",
-                    )
+                    raise self._changed(tensor, _OTHER_BITS)
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return parameters and buffers as they were, by name, for a run that writes to none.
+
+        Raises
+        ------
+        StateError
+            If one of them was changed since.
+        """
+        found, changing = self.found.by_name(), [key for _, key in self._changing]
+        kept = dict(zip(changing, self._kept or [None] * len(changing), strict=True))
+        read: dict[str, Tensor] = {}
+        for name in names:
+            value = kept.get(name)
+            if value is None and name in found:
+                value = found[name]
+                number = self._numbers()[id(value)]
+                if value._version != self._versions[number]:
+                    raise self._changed(value, _WRITTEN)
+                if self._pointers and address(value) != self._pointers[number]:
+                    raise self._changed(value, _MOVED)
+                before = self._sums[number] if self._sums else None
+                comparable = before is not None and self._sizes[number] == value.nbytes
+                if comparable and digest(value) not in (before, None):
+                    raise self._changed(value, _OTHER_BITS)
+            if value is not None:
+                read[name] = value
+        return read
+
+    def _numbers(self) -> dict[int, int]:
+        """Return the places of the tensors that the stage must leave alone, by their identity."""
+        known = self.found.numbers
+        if known is None or known[0] is not self._changing:
+            numbers = {id(tensor): number for number, tensor in enumerate(self._tensors)}
+            known = self.found.numbers = self._changing, numbers
+        return known[1]
 
     def _summed(self, at: list[int]) -> tuple[Sequence[int], list[int | None]]:
         """Return the bytes and the checksums of the tensors at some addresses."""
@@ -324,7 +376,9 @@ class Environment:
         """Yield places of buffers with copies, for a run to write to."""
         if not self._changing and not any(m._buffers for m in self.found.modules):
             return
-        for (module, key), value in zip(self._changing, cloned(self._kept), strict=True):
+        # Without values that were kept, any will do.
+        kept = self._buffers() if self._kept is None else self._kept
+        for (module, key), value in zip(self._changing, cloned(kept), strict=True):
             yield module._buffers, key, value
         changing = {(id(module), key) for module, key in self._changing}
         hidden = [
@@ -343,6 +397,14 @@ class Environment:
             yield module._buffers, key, value
 
 
+_WRITTEN = "was changed in place between forward and backward"
+_MOVED = (
+    "was given other memory between forward and backward (by .data, .to(), .double() or the like)"
+)
+_OTHER_BITS = (
+    "holds other numbers than in the forward pass, though no version says so: a fused optimizer's "
+    "step, .data, NumPy, or the stage itself wrote to it"
+)
 _LEFT_ALONE = (
     "{} left alone when it was profiled; profile it in the mode it is trained in, or keep its tape"
 )

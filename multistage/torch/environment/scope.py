@@ -75,7 +75,7 @@ class Found:
         Of which only parameters and buffers are known.
     number : int
         Of these contents: what is found later with the same number holds the same.
-    addresses, memory : tuple, optional
+    addresses, memory, numbers : tuple, optional
         What `Environment` has worked out of it.
     """
 
@@ -99,6 +99,8 @@ class Found:
             self.addresses: tuple[Buffers, Sequence[int], dict[int, int]] | None = None
             self.memory: tuple[Buffers, list[int], list[int], Memory] | None = None
             self._devices: frozenset[torch.device] | None = None
+        self.numbers: tuple[Buffers, dict[int, int]] | None = None
+        self._by_name: dict[str, Tensor] | None = None
         return self
 
     def holding(self, held: Sequence[Held], *, anew: bool = False) -> Found:
@@ -124,6 +126,18 @@ class Found:
         if self._devices is None:
             self._devices = frozenset(t.device for t in self.tensors)
         return self._devices
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Return parameters and buffers of a module that is alone, by name."""
+        if self._by_name is None:
+            self._by_name = {
+                str(key): value
+                for held in self.held
+                if isinstance(held, dict)
+                for key, value in held.items()
+                if isinstance(value, Tensor)
+            }
+        return self._by_name
 
     def differences(self, but: Container[tuple[int, object]] = ()) -> list[str]:
         """Return the names of values that are others now, but for some entries of dicts."""

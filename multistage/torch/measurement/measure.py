@@ -63,7 +63,7 @@ class Measured:
             self,
             stage=replace(self.stage, name=name),
             sizes=self.sizes.fresh(),
-            ways=tuple([replace(way, own=call.own) for way in self.ways]),  # type: ignore[attr-defined]
+            ways=tuple([replace(way, stage=call) for way in self.ways]),  # type: ignore[arg-type]
         )
 
 

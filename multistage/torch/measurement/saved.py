@@ -33,7 +33,7 @@ class Saved:
     Parameters
     ----------
     see : callable, optional
-        Called with each tensor, in order.
+        Called with each tensor, in order; returns True for one that graphs hold all the same.
     give : callable, optional
         Returns a tensor by its number.
     inside : callable, optional
@@ -95,10 +95,9 @@ class Saved:
     def _pack(self, tensor: Tensor) -> object:
         number = self.count
         self.count = number + 1
-        if self._see is not None:
-            self._see(tensor)
+        own = self._see is not None and self._see(tensor) is True
         if self._inside is not None:
-            return number
+            return _Box(number, itself(tensor), tensor._version) if own else number
         held = itself(tensor) if self._outer is None else self._outer[0](tensor)
         box = _Box(number, held, tensor._version)
         self._boxes.append(weakref.ref(box))
@@ -107,9 +106,11 @@ class Saved:
     def _unpack(self, kept: object) -> Tensor:
         if self._runs:
             self.is_asked = True
-        if not isinstance(kept, _Box):
-            assert isinstance(kept, int) and self._give is not None
-            return (self._inside or self._give)(kept)
+        if isinstance(kept, int):
+            give = self._inside or self._give
+            assert give is not None
+            return give(kept)
+        assert isinstance(kept, _Box)
         if self._outer is not None:
             return self._outer[1](kept.held)
         if kept.held is None:
@@ -182,6 +183,8 @@ class Caught:
         Whether only checksums of what is not held are taken.
     counts_alone : bool
         Whether their kinds are not looked at, as they are the same in each run.
+    leaves_own : bool
+        Whether parameters and buffers are left to the graph.
     parts : list of int
         Of stages run as one: how much was saved by the end of each but the last.
     """
@@ -196,14 +199,18 @@ class Caught:
     without: Remade | None = None
     first: bool = False
     counts_alone: bool = False
+    leaves_own: bool = False
     tape: list[Tensor | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     sums: list[int | None] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
 
-    def see(self, tensor: Tensor) -> None:
-        """Take a tensor.  Raises Complete once there are enough."""
+    def see(self, tensor: Tensor) -> bool:
+        """Take a tensor; return whether it is left to the graph.
+
+        Raises Complete once there are enough.
+        """
         kinds = self.kinds
         if len(kinds) == self.enough:  # the stage has suppressed what should have ended it
             raise Complete
@@ -212,6 +219,8 @@ class Caught:
         place = None
         if self.counts_alone:
             kinds.append(_ANY)
+            if self.leaves_own and type(tensor) in _PLAIN_TENSORS and tensor.layout is _STRIDED:
+                place = self.places.get(tensor.data_ptr())
         elif tensor.layout is _STRIDED and not tensor.is_nested:
             if type(tensor) in _PLAIN_TENSORS:
                 place = self.places.get(tensor.data_ptr())
@@ -219,7 +228,8 @@ class Caught:
             kinds.append((tensor.shape, tensor.dtype, tensor.stride(), place, nodes))
         else:
             kinds.append((torch.Size(), tensor.dtype, (), None, _sequence_nr() - self.begun))
-        out = self.without is not None and self.without.leaves_out(len(kinds) - 1, tensor)
+        own = self.leaves_own and place is not None
+        out = own or (self.without is not None and self.without.leaves_out(len(kinds) - 1, tensor))
         if self.digests is not None:
             # Parameters have checksums of their own; and kernels do not fill their workspaces
             # (oneDNN's LSTM).
@@ -231,6 +241,7 @@ class Caught:
             self.versions.append(tensor._version)
         if len(kinds) == self.enough:
             raise Complete
+        return own
 
     def part(self, number: int, state: object) -> None:
         """Note that one of several stages is through."""

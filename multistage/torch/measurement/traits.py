@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -201,37 +202,57 @@ class Remade:
         By the number of each that is not kept: in which of the made tensors it lies, and where.
     nbytes : int
         Of what is not kept.
-    own : callable
-        Returns the parameters, buffers and constants of the stage.
+    sources : tuple of int
+        Numbers of the tensors that they are made from.
+    reads : tuple of int
+        Places among the names of the stage of parameters, buffers and constants that are read.
+    stage : OfGraph
     function : callable
-        Takes what the stage owns, its state and the tensors that are kept; returns what is made.
+        Takes what is read, the stage's state and its tape; returns what is made.
     """
 
     kinds: Sequence[tuple[torch.Size, torch.dtype, tuple[int, ...]]]
     spans: Mapping[int, tuple[int, int]]
     views: Mapping[int, tuple[int, Geometry]]
     nbytes: int
-    own: Callable[[], Mapping[str, object]]
+    sources: tuple[int, ...]
+    reads: tuple[int, ...]
+    stage: OfGraph
     function: Callable[..., Sequence[Tensor]]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of what is read of the stage's own."""
+        return [self.stage.names[place] for place in self.reads]
 
     def leaves_out(self, number: int, tensor: Tensor) -> bool:
         """Whether a tensor that the stage saves as its `number`-th is not kept."""
         return number in self.views and self._is_known(number, tensor)
 
     def fits(self, tape: Sequence[Tensor | None]) -> bool:
-        """Whether what is kept of a tape is of those kinds."""
-        return len(tape) == len(self.kinds) and all(
-            tensor is None or self._is_known(n, tensor) for n, tensor in enumerate(tape)
-        )
+        """Whether a tape lacks them, and what they are made from is of those kinds."""
+        if len(tape) != len(self.kinds) or any(tape[n] is not None for n in self.views):
+            return False
+        sources = [(number, tape[number]) for number in self.sources]
+        return all(tensor is not None and self._is_known(n, tensor) for n, tensor in sources)
 
     def _is_known(self, number: int, tensor: Tensor) -> bool:
         span = self.spans.get(number)
         alike = self.kinds[number] == (tensor.shape, tensor.dtype, tensor.stride())
         return alike and (span is None or span == span_of(tensor))
 
-    def make(self, state: object, tape: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """Return the tensors that are not kept, by their numbers."""
-        made = self.function([*self.own().values()], state, tape)
+    def make(
+        self,
+        state: object,
+        tape: Sequence[Tensor | None],
+        own: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> dict[int, Tensor]:
+        """Return the tensors that are not kept, by their numbers.
+
+        `own` are parameters and buffers to read in place of those that the stage has.
+        """
+        read = [own[n] if n in own else getattr(self.stage, n) for n in self.names]
+        made = self.function(read, state, tape)
         return {
             number: torch.as_strided(made[place], at.size, at.stride, at.offset)
             for number, (place, at) in self.views.items()
@@ -249,15 +270,22 @@ class OfGraph(nn.Module):
         Nothing of the user's own runs in it; see `Traits`.
     signature : object
         Equal to another's that does the same, with another chance at most.
+    names : tuple of str
+        Of its parameters, buffers and constants, in the order of the graph.
+    unread : frozenset of str
+        Names of buffers that it writes to and whose values nothing in it depends on, as batch
+        norm's in training.
     """
 
     is_bound = True
     is_pure: bool
     signature: object
+    names: tuple[str, ...]
+    unread: frozenset[str]
 
     def own(self) -> dict[str, object]:
-        """Return its parameters, buffers and constants, in the order of the graph."""
-        raise NotImplementedError
+        """Return its parameters, buffers and constants, by name."""
+        return {name: getattr(self, name) for name in self.names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +342,11 @@ class Traits:
     sizes: Sizes | None = None
     ways: tuple[Remade, ...] = ()
     remade: Remade | None = None
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the values of the buffers that it changes decide nothing."""
+        return all(isinstance(m, OfGraph) and key in m.unread for m, key in self.buffers)
 
     @property
     def is_simple(self) -> bool:

@@ -498,6 +498,7 @@ class ChainCall:
                     metered=metered,
                     # The check itself compares results.
                     check=chain.check if trains and planned.checked.is_exact else "off",
+                    is_known=planned.sizes.knows(way),
                 ).forward(state)
                 planned.sizes.counted(way, 0)
                 return result

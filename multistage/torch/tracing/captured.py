@@ -22,7 +22,7 @@ from ..measurement.measure import Profile
 from ..measurement.traits import OfGraph, Remade
 from .cutting import Cut, Staying, cuts, ways_to_count
 from .observing import ENTER, GRADED, LEAVE, Observed, observe
-from .remaking import Remaking
+from .remaking import Remaking, is_batch_norm
 
 
 class GraphStage(OfGraph):
@@ -47,6 +47,9 @@ class GraphStage(OfGraph):
         super().__init__()
         self.name = name
         self.signature = _signature(graph)
+        own = [n for n in graph.nodes if n.op == "get_attr"]
+        self.names = tuple([str(n.target) for n in own])
+        self.unread = frozenset([str(n.target) for n in own if all(_writes(u, n) for u in n.users)])
         self.is_pure = all(map(_is_of_torch, graph.nodes))
         self._places = places
         self._has_modes = any(n.target in (_enter, _set_graded) for n in graph.nodes)
@@ -69,11 +72,6 @@ class GraphStage(OfGraph):
                 self._parameters[key] = value
             else:
                 self._buffers[key] = value
-
-    def own(self) -> dict[str, object]:
-        """Return its parameters, buffers and constants, in the order of the graph."""
-        names = [str(n.target) for n in self._graph.nodes if n.op == "get_attr"]
-        return {name: getattr(self, name) for name in names}
 
     def _multistage_ways(
         self,
@@ -135,6 +133,14 @@ class _Number(int):
 
     def __repr__(self) -> str:
         return f"%{int(self)}"
+
+
+def _writes(user: fx.Node, n: fx.Node) -> bool:
+    """Whether a node does nothing with the value of another but to write to it."""
+    others = list(user.kwargs.values())
+    if is_batch_norm(user):
+        return n not in (user.args[0], *user.args[3:], *others)
+    return user.target == "add_" and not user.users and n not in (*user.args[1:], *others)
 
 
 # What adds numbers in whichever order threads come; what lets a write leave no version.

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -24,7 +24,7 @@ from ..environment.randomness import Generators
 from ..environment.states import tensors_in
 from ..measurement.clocks import seconds_of
 from ..measurement.saved import Saved, itself
-from ..measurement.traits import Remade, span_of
+from ..measurement.traits import OfGraph, Remade, span_of
 from ..tensors.checksums import same_bits
 from ..tensors.geometry import Geometry, is_plain
 from ..tensors.meter import Operations
@@ -41,8 +41,7 @@ class Remaking(fx.Interpreter):
 
     Parameters
     ----------
-    stage : nn.Module
-        With the parameters that the graph takes as attributes.
+    stage : OfGraph
     graph : fx.Graph
         Of the stage.
     fresh : callable
@@ -54,7 +53,7 @@ class Remaking(fx.Interpreter):
 
     def __init__(
         self,
-        stage: nn.Module,
+        stage: OfGraph,
         graph: fx.Graph,
         fresh: Callable[[], object],
         device: torch.device,
@@ -81,7 +80,7 @@ class Remaking(fx.Interpreter):
         given = [n for n in self._nodes if n.op in ("placeholder", "get_attr")]
         self._given = {_storage(t) for n in given for t in tensors_in(self.env[n])}
         for storage in self._given & self._writers.keys():
-            self._impure |= {n for n in self._writers[storage] if not _is_batch_norm(n)}
+            self._impure |= {n for n in self._writers[storage] if not is_batch_norm(n)}
         # The first node whose value is a tensor in each storage that the stage makes.
         self._makers: dict[int, fx.Node] = {}
         for n in self._nodes:
@@ -216,17 +215,20 @@ class Remaking(fx.Interpreter):
         graph = fx.Graph()
         own, state, tape = (graph.placeholder(name) for name in ("own", "state", "tape"))
         copies: dict[fx.Node, fx.Node] = {}
+        reads: list[int] = []
+        sources: dict[int, None] = {}
 
         def copy(n: fx.Node) -> fx.Node:
             if n not in copies:
                 if n.op == "placeholder":
                     copies[n] = state
                 elif n.op == "get_attr":
-                    place = self._own.index(n)
-                    copies[n] = graph.call_function(operator.getitem, (own, place))
+                    copies[n] = graph.call_function(operator.getitem, (own, len(reads)))
+                    reads.append(self._own.index(n))
                 else:
                     number = self._source(n, kept)
                     assert number is not None
+                    sources[number - 1] = None
                     source = graph.call_function(operator.getitem, (tape, number - 1))
                     at = Geometry.of(self.env[n])
                     given = (source, tuple(at.size), at.stride, at.offset)
@@ -247,7 +249,9 @@ class Remaking(fx.Interpreter):
             spans={n: span_of(t) for n, t in enumerate(self._saved) if _storage(t) in self._makers},
             views={n: (makers.index(maker), at) for n, (maker, at) in views.items()},
             nbytes=sum(self.env[maker].untyped_storage().nbytes() for maker in makers),
-            own=self._stage.own,  # type: ignore[arg-type]
+            sources=tuple(sources),
+            reads=tuple(reads),
+            stage=self._stage,
             function=partial(space["forward"], None),
         )
 
@@ -261,14 +265,14 @@ class Remaking(fx.Interpreter):
         return all(same_bits(tensor, self._saved[n]) for n, tensor in again.items())
 
 
-def _is_batch_norm(n: fx.Node) -> bool:
+def is_batch_norm(n: fx.Node) -> bool:
     """Whether a node normalises by the batch; it writes to running statistics, if it has any."""
     return n.target is functional.batch_norm and len(n.args) > 5 and n.args[5] is True
 
 
 def _inputs(n: fx.Node) -> list[fx.Node]:
     """Return what a node takes where it runs again, which is not for its running statistics."""
-    statistics = n.args[1:3] if _is_batch_norm(n) else ()
+    statistics = n.args[1:3] if is_batch_norm(n) else ()
     return [each for each in n.all_input_nodes if each not in statistics]
 
 
