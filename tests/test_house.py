@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_292,
-    "classes": 475,
-    "functions": 3899,
+    "package_lines": 61_522,
+    "classes": 476,
+    "functions": 3913,
     "files_under_60": 3,
-    "import_lines": 3516,
+    "import_lines": 3531,
     "twins": 0,
-    "test_lines": 57_913,
+    "test_lines": 58_006,
 }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError
+from multistage.torch.measurement import measure
 from multistage.torch.measurement.clocks import seconds_between
 from multistage.torch.tensors.meter import Meter
 
@@ -184,3 +185,13 @@ def test_time_of_other_programs_is_not_counted() -> None:
         assert seconds_between(began, (13.0, 1.5, 8)) == 3.0
     finally:
         torch.set_num_threads(threads)
+
+
+def test_what_surrounds_a_run_again_is_timed_with_empty_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emptied: list[torch.device] = []
+    monkeypatch.setattr(measure, "empty_caches", emptied.append)
+    measure.measure_stages([nn.Linear(4, 4), nn.Tanh()], ["0", "1"], torch.randn(2, 4))
+    assert set(emptied) == {torch.device("cpu")}
+    assert len(emptied) % 4 == 0  # twice, as it first runs and as it runs again
