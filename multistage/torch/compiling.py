@@ -8,7 +8,6 @@ are pure functions, and a chain of stages is planned and run as `Sequential` run
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import types
 import warnings
@@ -194,31 +193,12 @@ class Used:
         Of any graph.
     inside : bool
         Whether one runs now.
-    collects : bool
-        Whether Python's garbage collector, which a capture is spared, is on again with a graph.
     """
 
     chains: list[Chain] = field(default_factory=list)
     graphs: int = 0
     calls: int = 0
     inside: bool = False
-    collects: bool = False
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Let no garbage be collected before a graph runs.
-
-        TorchDynamo makes hundreds of thousands of objects, which all live until it is done; then
-        it collects what it has left.
-        """
-        before, self.collects = self.collects, gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if self.collects:
-                gc.enable()
-            self.collects = before
 
 
 class Compiled(InFront):
@@ -267,8 +247,7 @@ class Compiled(InFront):
         before, uncaptured, result = used.calls, None, None
         seen = contextlib.nullcontext() if outside is None else outside.seen(name)
         try:
-            # TorchDynamo counts frames for all threads.
-            with TURN.taken(), _strictly(), used.capturing(), seen:
+            with TURN.taken(), _strictly(), seen:  # TorchDynamo counts frames for all threads
                 result = call(*args, **kwargs)
         except exc.FailOnRecompileLimitHit as error:
             raise ArgumentError(
@@ -389,8 +368,6 @@ class _Graph:
     def __call__(self, *arguments: object) -> object:
         """Run it, within the limit if a gradient is wanted."""
         self._used.calls += 1
-        if self._used.collects:
-            gc.enable()
         before, self._used.inside = self._used.inside, True
         try:
             return self._run(arguments)

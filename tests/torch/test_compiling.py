@@ -29,7 +29,6 @@ from multistage.errors import (
     MultistageError,
     StateError,
 )
-from multistage.torch import compiling
 from multistage.torch.chains.runner import Run
 from multistage.torch.chains.stages import StageRunner
 from multistage.torch.environment import captured as environment_captured
@@ -817,30 +816,6 @@ def test_blocks_that_are_left_out_by_chance_are_kept_in_part(cheap: None) -> Non
     found = trained(compiled, ours, batch())
     assert ways_of(compiled)
     assert_equal(found, trained(plain, plain, batch()))
-
-
-@pytest.mark.parametrize("collects", [True, False])
-def test_garbage_is_collected_while_a_graph_runs_but_not_while_it_is_captured(
-    monkeypatch: pytest.MonkeyPatch, collects: bool
-) -> None:
-    found: list[bool] = []
-    for owner, name in ((compiling._Graph, "__init__"), (compiling.Chain, "run")):
-        call = getattr(owner, name)
-
-        def noting(*args: Any, call: Any = call) -> Any:
-            found.append(gc.isenabled())
-            return call(*args)
-
-        monkeypatch.setattr(owner, name, noting)
-    (gc.enable if collects else gc.disable)()
-    try:
-        step(mst.compile(Net(), memory=0.6), batch())
-        with pytest.raises(ArgumentError):
-            mst.compile(lambda x: (torch._dynamo.graph_break(), x), memory=0.6)(batch())
-        assert gc.isenabled() == collects
-    finally:
-        gc.enable()
-    assert found == [False, collects]
 
 
 def test_calls_that_only_prepare_torch_do_not_keep_stages_together() -> None:
