@@ -13,7 +13,7 @@ from torch import fx
 from .observing import Observed
 
 # Of what a model makes for its gradient: what is large between two cuts, and its parts.
-_LARGE, _PART = 1 / 5, 1 / 32
+_LARGE, _PART = 0.24, 1 / 32
 _FEW = 8  # calls, not worth to be cut
 
 
