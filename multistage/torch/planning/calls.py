@@ -565,7 +565,11 @@ def _worth_changing(plan: Plan, found: Plan, tiered: Tiered) -> Plan:
 
 def _exceeds(planned: Planned, held_bytes: int) -> bool:
     limit = planned.plan.memory_bytes
-    return limit is not None and held_bytes > limit + _SMALL_BYTES
+    if limit is None or held_bytes <= limit:
+        return False
+    # Small is what is not looked at, not what is held beside stages that take less.
+    of_stages = planned.plan.peak_bytes - planned.reserved_bytes
+    return held_bytes > of_stages + _SMALL_BYTES
 
 
 def _course(plan: Plan) -> Stages | None:
