@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_503,
+    "package_lines": 61_509,
     "classes": 476,
     "functions": 3912,
     "files_under_60": 3,
     "import_lines": 3530,
     "twins": 0,
-    "test_lines": 57_995,
+    "test_lines": 58_038,
 }
 
 

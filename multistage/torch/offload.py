@@ -182,7 +182,8 @@ class SavedTensors:
         with self._lock:
             self._put_ready()
             memory = self._memories.get(storage._cdata)
-            if memory is None or memory.held is None:  # or another had this address
+            # Or another had this address, or another size (`out=`).
+            if memory is None or memory.held is None or memory.origin.nbytes != storage.nbytes():
                 memory = self._memories[storage._cdata] = Memory(storage)
                 self._recent.append(weakref.ref(memory))
             else:
@@ -211,7 +212,8 @@ class SavedTensors:
     def _put_if_sole(self, memory: Memory) -> bool:
         """Put memory that nothing else holds; return whether that was so."""
         assert memory.held is not None
-        if not is_sole(memory.held):
+        resized = memory.held.untyped_storage().nbytes() != memory.origin.nbytes
+        if resized or not is_sole(memory.held):
             return False
         self._settle(_IN_FLIGHT - 1)
         with memory.home.context():  # whatever the stream of the operation that comes next

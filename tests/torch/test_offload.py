@@ -20,9 +20,10 @@ from multistage.backends import MemoryStore
 from multistage.backends.medium import Ram
 from multistage.backends.streamed import StreamedStore
 from multistage.backends.testing import FaultyStore
-from multistage.errors import ArgumentError, MultistageError
+from multistage.errors import ArgumentError, MultistageError, StoreError
 from multistage.torch.offload import SavedTensors
 from multistage.torch.tensors.meter import Meter
+from multistage.torch.tiers.lane import TierLane, Transfer
 from multistage.torch.tiers.pinned import PinnedCascade
 
 
@@ -172,6 +173,48 @@ def test_a_lost_tensor_is_an_error() -> None:
         y = torch.sin(torch.sin(torch.sin(x)))
     with pytest.raises(MultistageError, match="lost, and nothing can compute it again"):
         y.sum().backward()
+
+
+def test_memory_that_nothing_was_asked_to_fill_is_not_read(monkeypatch: Any) -> None:
+    """Such as in a forked child, though the error that says so holds it."""
+
+    def fetch(*arguments: object) -> Transfer:
+        raise StoreError("cannot be used")
+
+    x = torch.randn(1 << 10, requires_grad=True)
+    with mst.offload("memory:", min_bytes=0, ahead=0):
+        loss = x.exp().sin().sin().sin().sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(TierLane, "fetch", fetch)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="cannot be used") as failed:
+                torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, second)
+    assert failed.tb is not None
+
+
+def test_memory_that_was_resized_since_it_was_saved() -> None:
+    x = torch.randn(200, device="cpu", requires_grad=True)
+    buffer, kept, weights = torch.empty(0, device="cpu"), [], []
+    with mst.offload("memory:", min_bytes=0, device="cpu") as stats:
+        for n in (100, 200):
+            weights.append(torch.rand(n, out=buffer).tolist())
+            kept.append((x[:n] * buffer).sum())
+            kept[-1].backward(retain_graph=True)
+        buffer.untyped_storage().resize_(400)
+        kept.append((x[:100] * buffer[:100]).sum())
+        shrunk = torch.rand(200, device="cpu")
+        kept.append((x * shrunk).sum())
+        shrunk.untyped_storage().resize_(0)
+        del buffer, shrunk
+        for _ in range(20):
+            x.sin()
+    assert stats.moved == 0
+    x.grad = None
+    kept[2].backward()
+    assert x.grad is not None and x.grad[:100].tolist() == weights[1][:100]
 
 
 @pytest.mark.filterwarnings("ignore::multistage.errors.CheckpointWarning")

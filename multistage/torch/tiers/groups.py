@@ -19,6 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..tensors.geometry import Geometry, aligned_to, is_plain, whole
 from .lane import Transfer
 
+_UNASKED = Transfer([], lost="its way back was not asked for")
+_UNASKED.end()
+
 
 class Origin:
     """A storage, and the memory that has its bytes now: its own, or that it came back to.
@@ -90,7 +93,8 @@ class Origin:
         return whole(memory.untyped_storage())[self._shift : self._shift + self.nbytes]
 
     def renew(self) -> Tensor:
-        """Return new memory for it, aligned as its own."""
+        """Return new memory for it, aligned as its own, for a `filler` that is named next."""
+        self.filler = _UNASKED  # for good, if asking for one raises
         memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
         self._shift = (self._alignment - memory.data_ptr()) % self._align
         if self._shift:
