@@ -97,11 +97,11 @@ class Stage:
     forward_overhead_bytes: int = 0
     tape_overhead_bytes: int = 0
     backward_overhead_bytes: int = 0
-    spared_bytes: int = 0
     spared_s: float = 0.0
     overhead_s: float = 0.0
     ways: tuple[Way, ...] = ()
     way: int = 0
+    spared_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
