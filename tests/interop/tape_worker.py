@@ -20,6 +20,7 @@ from multistage.model.tier import Tier
 
 N = 12
 COSTS = Costs(1e-3, 2e-3, tiers=(Tier("slow", 1e-3, 1e-3),), state_bytes=64)
+FAULTS: dict[str, Any] = {"lose_write": {0, 3}, "lose_read": {1, 4}}
 
 
 def ring(comm: Any) -> None:
@@ -79,22 +80,23 @@ def main(case: str, folder: Path) -> None:
     for built in ("overwritten", "leapfrog", "source_in_each_step"):
         alone, _ = tapes.reduced(tapes.BUILT[built], N)
         expected = tapes.answers(alone)
-        for known, faults in ((True, {}), (False, {"lose_write": {0, 3}, "lose_read": {1, 4}})):
+        for n_steps, costs, faults in ((N, COSTS, {}), (None, COSTS, FAULTS), (None, None, FAULTS)):
             store = FaultyStore(FileStore(folder / str(rank)), **(faults if last else {}))
             enabled = partial(
                 enable,
                 memory="4 slots",
                 tiers=store,
-                n_steps=N if known else None,
-                costs=COSTS if known else None,  # else each rank measures others
+                n_steps=n_steps,
+                costs=costs,  # None: each rank measures others
                 comm=comm,
             )
             ours, run = tapes.reduced(tapes.BUILT[built], N, enabled)
-            assert tapes.answers(ours) == expected, (built, known, rank)
+            assert tapes.answers(ours) == expected, (built, n_steps, costs, rank)
             counts = run.report().counts
             every = comm.allgather((counts.forward_steps, counts.writes, counts.reads, counts.lost))
             assert len(set(every)) == 1, f"{built}: {every}"
-            assert not faults or every[0][-1] > 0, f"{built}: nothing was lost"
+            # Measured steps may be too fast for the tier to be used at all.
+            assert not (costs and faults) or every[0][-1] > 0, f"{built}: nothing was lost"
             run.close()
 
     tape = tapes.pyadjoint.Tape()

@@ -200,7 +200,7 @@ def test_memory_that_was_resized_since_it_was_saved() -> None:
     buffer, kept, weights = torch.empty(0, device="cpu"), [], []
     with mst.offload("memory:", min_bytes=0, device="cpu") as stats:
         for n in (100, 200):
-            weights.append(torch.rand(n, out=buffer).tolist())
+            weights.append(torch.rand(n, out=buffer, device="cpu").tolist())
             kept.append((x[:n] * buffer).sum())
             kept[-1].backward(retain_graph=True)
         buffer.untyped_storage().resize_(400)
