@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_509,
+    "package_lines": 61_513,
     "classes": 476,
     "functions": 3912,
     "files_under_60": 3,
     "import_lines": 3530,
     "twins": 0,
-    "test_lines": 58_040,
+    "test_lines": 58_046,
 }
 
 

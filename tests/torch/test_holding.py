@@ -309,19 +309,25 @@ def test_a_state_is_let_go_with_the_last_tensor_of_the_stage_that_runs_again_fro
 
     def below(x: Tensor) -> Tensor:
         x.register_hook(lambda _: gone.append(made[0].expired()))
-        y = torch.sin(x)
+        y = x + 1.0  # saves nothing, so asks for no tape
         made.append(StorageWeakRef(y.untyped_storage()))
         return y
 
-    def above(y: Tensor) -> Tensor:
-        return y * y
+    class Above(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8))  # saved too, and left to the graph
 
-    x = torch.randn(8, requires_grad=True)
+        def forward(self, y: Tensor) -> Tensor:
+            return y * y * self.weight
+
+    x, above = torch.randn(8, requires_grad=True), Above()
     stages = [below, above]
     traits = [Traits(str(k), is_pure=True, scope=Scope([each])) for k, each in enumerate(stages)]
     actions = [Tape(0), Save(1), Advance(1, 2), EndForward(), Load(1), Free(1)]
-    output = Run(stages, traits, [*actions, Reverse(1), Reverse(0)]).forward(x.clone())
+    run = Run(stages, traits, [*actions, Reverse(1), Reverse(0)])  # which nothing else may keep
+    output = run.forward(x.clone())
     assert isinstance(output, Tensor)
     output.sum().backward()
     assert gone == [True]
-    assert x.grad is not None and torch.equal(x.grad, 2 * torch.sin(x) * torch.cos(x))
+    assert x.grad is not None and torch.equal(x.grad, above.weight * (x + 1.0) * 2)

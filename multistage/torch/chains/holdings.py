@@ -75,7 +75,7 @@ class HeldTape:
         self._tensors, self._versions, self._parts = caught.tape, caught.versions, caught.parts
         self._stage = caught.stage
         # Operations of torch ask for each once: then nothing is run again from the state.
-        self._left = len(caught.tape) if caught.counts_alone else -1
+        self._left = len(caught.tape) - caught.own if caught.counts_alone else -1
         self._given: list[weakref.ref[Tensor] | None] = [None] * len(caught.tape)
         self._inputs: dict[int, Watch] = {}
         self.group: TensorGroup | None = None

@@ -185,6 +185,8 @@ class Caught:
         Whether their kinds are not looked at, as they are the same in each run.
     leaves_own : bool
         Whether parameters and buffers are left to the graph.
+    own : int
+        How many of the tensors were left to the graph.
     parts : list of int
         Of stages run as one: how much was saved by the end of each but the last.
     """
@@ -200,6 +202,7 @@ class Caught:
     first: bool = False
     counts_alone: bool = False
     leaves_own: bool = False
+    own: int = 0
     tape: list[Tensor | None] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
@@ -239,6 +242,7 @@ class Caught:
         if self.holds:
             self.tape.append(None if out else itself(tensor))
             self.versions.append(tensor._version)
+        self.own += own
         if len(kinds) == self.enough:
             raise Complete
         return own
