@@ -425,9 +425,10 @@ class _Walk:
 
     def _code(self, function: FunctionType, depth: int) -> None:
         """Visit the globals that a function names."""
-        if is_foreign(function.__module__ or ""):
-            return
         space = function.__globals__
+        # Not `__module__`, which decorators (torch.compile) take from what they decorate.
+        if is_foreign(str(space.get("__name__", ""))):
+            return
         for key, attributes in _uses(function.__code__)[0].items():
             value = space.get(key, ABSENT)
             if not isinstance(value, ModuleType):
