@@ -15,6 +15,7 @@ from ..planners import Plan
 from ..planners.chain.heterogeneous import ChainPlanner
 from ..planners.chain.joint_core import require_core
 from .adopting import YieldingProperty, adopt, yielding
+from .environment.settings import uncompiled
 from .environment.states import tensors_in
 from .measurement.checking import Check, Checked, checked_choice
 from .measurement.exploring import Call
@@ -234,6 +235,7 @@ class Sequential(LimitedModule):
 
     # ---------------------------------------------------------------- running
 
+    @uncompiled
     def forward(self, *args: object, **kwargs: object) -> object:
         """Return what the model returns.
 

@@ -12,6 +12,7 @@ from ..backends.urls import Tiers, tier_names
 from ..errors import ArgumentError
 from ..model.budget import Budget
 from ..model.stages import StageCosts
+from .environment.settings import uncompiled
 from .measurement.checking import Check, checked_choice
 from .sequences.arguments import (
     CellPerStep,
@@ -85,6 +86,7 @@ def unroll(
 ) -> Unrolled[object, object]: ...
 
 
+@uncompiled
 def unroll(
     cell: Step | CellPerStep[Step],
     state: object,

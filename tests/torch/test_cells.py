@@ -482,13 +482,33 @@ def test_no_cell_is_kept_alive() -> None:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.parametrize("is_module", [True, False])
 @alike
-def test_a_compiled_cell(kept: bool) -> Tensors:
+def test_a_compiled_cell(kept: bool, is_module: bool) -> Tensors:
     """By a compiler that makes the kernels of plain PyTorch."""
     net = Cell()
-    cell = torch.compile(net, backend="aot_eager")
+    call: Any = net if is_module else lambda state, x: net(state, x)
+    cell = torch.compile(call, backend="aot_eager")
     unrolled(cell, zeros(), sequence(), kept).outputs.square().sum().backward()
     return gradients(net)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_a_cell_of_a_compiled_step() -> None:
+    """Runs, and runs again, as it is written and was measured, and within the limit."""
+    cell, found = nn.LSTMCell(32, 32), []
+    xs, h, c = torch.randn(100, 8, 32), torch.zeros(8, 32), torch.zeros(8, 32)
+
+    def step() -> None:
+        out: Any = mst.unroll(lambda state, x: cell(x, state), (h, c), xs, memory="200 KiB")
+        out.state[0].backward(torch.ones(8, 32))
+
+    for run in (step, torch.compile(step, backend="aot_eager")):
+        cell.zero_grad()
+        run()
+        found.append(gradients(cell))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------- hidden state

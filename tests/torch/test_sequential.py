@@ -258,6 +258,25 @@ def test_compiled_stages_stay_compiled() -> None:
     assert runs == [1]
 
 
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_stages_of_a_compiled_step() -> None:
+    """A chain in what is compiled runs, and runs again, as it is written."""
+    chain = mst.Sequential(a_chain(*("residual",) * 4), memory=0.7)
+    x = torch.randn(32, WIDTH, requires_grad=True)
+
+    def step() -> None:
+        chain(x.sin()).sum().backward()
+
+    found = []
+    for run in (torch.compile(step, backend="aot_eager"), step):
+        x.grad = None
+        run()
+        found.append(x.grad)
+    assert not chain.plan.keeps_all
+    assert torch.equal(*found)
+
+
 # --------------------------------------------------------------------- memory
 
 

@@ -12,12 +12,16 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,7 @@ class Settings:
             and now.function_modes == self.function_modes
             and now.operator_modes == self.operator_modes
             and not any(each.enabled for each in self.autocast)
+            and get_eval_frame_callback() is None
         )
 
     @contextlib.contextmanager
@@ -114,6 +119,7 @@ class Settings:
         """Return a context with these settings, whatever they are outside of it."""
         now = Settings.capture(())
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_compiling_nothing())
             if now.flags != self.flags:
                 stack.callback(_set_flags, now.flags)
                 _set_flags(self.flags)
@@ -129,6 +135,34 @@ class Settings:
             for each in self.autocast:
                 stack.enter_context(each.context())
             yield
+
+
+@contextlib.contextmanager
+def _compiling_nothing() -> Iterator[None]:
+    before = set_eval_frame(None)
+    try:
+        yield
+    finally:
+        set_eval_frame(before)
+
+
+def uncompiled(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Have a function run as it is written where `torch.compile` compiles what calls it.
+
+    And what it calls, unless that was compiled by itself: it is to be the same when it is
+    measured, run, and run again in a backward pass outside of what is compiled.
+    """
+
+    @wraps(function)
+    def run(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        if get_eval_frame_callback() is None:
+            return function(*args, **kwargs)
+        with _compiling_nothing():
+            return function(*args, **kwargs)
+
+    # As torch.compiler.disable does, which imports the compiler, for seconds.
+    vars(run).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="multistage runs it")
+    return run
 
 
 def leave_hooks_alone() -> None:
