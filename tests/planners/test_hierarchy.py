@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from multistage import native
 from multistage.actions import Advance, Drop, Get, Put, drive
 from multistage.errors import ArgumentError, ScheduleError
+from multistage.model.budget import Budget
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS, RANKED, Plan, plan
@@ -253,6 +254,12 @@ def judged(made: Plan, **more: Any) -> None:
         tier_slots=limits,
         **more,
     )
+
+
+def test_tapes_of_many_states_are_planned_without_a_table_of_all_slots() -> None:
+    """Each slot is a row: a table that would take too long is not begun."""
+    costs = Costs(1.0, 2.0, tape_step_s=1.0, state_bytes=4, tape_bytes=36_000)
+    assert plan(costs, Budget(slots=49_147), 94).makespan_s < 94 * 4
 
 
 @pytest.mark.parametrize("name", [*SYNCHRONOUS, "mixed"])

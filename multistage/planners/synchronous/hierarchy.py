@@ -85,7 +85,7 @@ _MOST_BYTES = 4 << 30
 # Sums per call of the kernel: a fraction of a second, so that Ctrl-C is heard.
 _PER_CALL = 1e9
 # Python's part of a row, for all of them and per length.
-_PER_ROW_S, _PER_LENGTH_S = 25e-6, 1e-8
+PER_ROW_S, PER_LENGTH_S = 25e-6, 1e-8
 
 
 @dataclass(slots=True)
@@ -214,7 +214,7 @@ def affordable(
     """
     plainly = native_kernel is False or native.LIBRARY is None
     seconds = sums / (PLAIN_PER_S if plainly else PRUNED_PER_S)
-    seconds += (slots or 1) * (_PER_ROW_S + n_steps * _PER_LENGTH_S)
+    seconds += (slots or 1) * (PER_ROW_S + n_steps * PER_LENGTH_S)
     most_s = MOST_S if plainly else most_s
     if seconds > most_s or size > _MOST_BYTES:
         what = "a level without bound" if slots is None else f"{slots} slots"

@@ -37,7 +37,16 @@ from ...support.arrays import Reals
 from ..predict import Counts, Draft, counted, planner
 from ..single.binomial import nu
 from ..single.revolve import plain_revolve
-from .hierarchy import MOST_S, PLAIN_PER_S, PLANNING_S, PRUNED_PER_S, Rows, affordable
+from .hierarchy import (
+    MOST_S,
+    PER_LENGTH_S,
+    PER_ROW_S,
+    PLAIN_PER_S,
+    PLANNING_S,
+    PRUNED_PER_S,
+    Rows,
+    affordable,
+)
 
 # What "auto" spends on it, some tens of milliseconds each: seconds for the
 # table, steps for the walk.
@@ -181,7 +190,8 @@ def worth_trying(costs: Costs, slots: int, n_steps: int) -> bool:
     if costs.state_is_tape or slots < tape or nu(n_steps, slots) == 0:
         return False
     per_s = PLAIN_PER_S if native.LIBRARY is None else PRUNED_PER_S
-    return n_steps <= _CHEAP_STEPS and slots * n_steps**2 / 2 <= _CHEAP_S * per_s
+    seconds = slots * (n_steps**2 / 2 / per_s + PER_ROW_S + n_steps * PER_LENGTH_S)
+    return n_steps <= _CHEAP_STEPS and seconds <= _CHEAP_S
 
 
 @planner("mixed")
