@@ -397,7 +397,8 @@ class Executor(Generic[State, Adjoint]):
             ledger,
             limit=self._limit,
             tape_slots=self.tape_slots,
-            slot_bytes=layout.nbytes,
+            # Only arrays of NumPy are found in a tape.
+            slot_bytes=layout.nbytes if isinstance(self._states, ArrayStates) else 0,
             heavier=self._heavier,
         )
         return sweep, transfers

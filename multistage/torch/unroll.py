@@ -159,7 +159,7 @@ def unroll(
         found in the graph of a step.  It may contain frozen tensors.
     planner : {"auto", "keep", "recompute", "stream", "offload"}
         `"auto"`: the fastest by measurement; `"keep"`: plain autograd; `"recompute"`:
-        keep some states and run steps again; `"stream"`: write states to the
+        keep some states and run all steps again; `"stream"`: write states to the
         tiers; `"offload"`: write tapes to the tiers and recompute nothing.
     random : bool, optional
         Whether the cell draws random numbers; determined in its first step if

@@ -779,6 +779,35 @@ def test_double_backward_is_refused() -> None:
         torch.autograd.grad(out.loss, list(cell.parameters()), create_graph=True)
 
 
+class Counting(Meter):
+    """Counts steps of `Plain` too."""
+
+    def see(self, func: Any, args: Any, result: object) -> None:
+        self.steps = getattr(self, "steps", 0) + (func is torch.ops.aten.tanh.default)
+        super().see(func, args, result)
+
+
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.8])
+def test_graphs_are_held_where_there_is_room(share: float) -> None:
+    """And are not run again; with the bits of plain autograd, and within the limit."""
+    cell, h = Plain(), torch.randn(BATCH, WIDTH, requires_grad=True)
+    x, found = torch.randn(80, BATCH, WIDTH), []
+    how: dict[str, Any] = {"memory": share, "chunk": 4, "check": "off"}
+    for options in ({"planner": "keep"}, how, how):
+        gradients = [t.grad for t in (h, *cell.parameters()) if t.grad is not None]
+        for gradient in gradients:
+            gradient.zero_()
+        with Counting(torch.device("cpu")) as meter:
+            meter.ignore([x, h, *cell.parameters(), *gradients])
+            out: Any = mst.unroll(cell, h, x, **options)
+            out.loss.backward()
+        found.append([t.grad.clone() for t in (h, *cell.parameters()) if t.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
+    assert not out.plan.plan.costs.state_is_tape
+    assert len(x) < meter.steps < (2.4 - share) * len(x)
+    assert meter.peak_bytes <= out.plan.memory_bytes + sum(t.nbytes for t in gradients)
+
+
 def test_a_slow_machine_separates_the_costs_of_steps_from_single_costs(monkeypatch: Any) -> None:
     """The parameters' gradients were counted at every step where few sizes were measured."""
     monkeypatch.setattr("multistage.torch.sequences.costs._PROBE_S", 0.0)

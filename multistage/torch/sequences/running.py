@@ -23,6 +23,7 @@ from ...backends.lifetimes import Ending
 from ...errors import MultistageError
 from ...execute.executor import Executor
 from ...execute.late import EqualSteps, Late, Stages
+from ...model.costs import Costs
 from ...reversing.streamed import largest_of, probe_bytes
 from ...schedule.rules import Rules
 from ...schedule.simulation import simulate
@@ -155,9 +156,10 @@ def _scheduled(
     chain.samples = KNOWN.looks(given.cells, chain.n_steps)
     bars, store = Bars(settings.progress), store if plan.writes else None
     stores = () if store is None else (store,)
-    record, slots, rules = layout.record, math.inf, None
-    if given.facts.equal:
-        slots = plan.slots
+    record, slots, tape_slots, rules = layout.record, math.inf, 1.0, None
+    if isinstance(plan.costs, Costs):
+        slots, tape_slots = plan.slots, plan.costs.tape_slots
+        chain.state_is_tape = plan.costs.state_is_tape
     else:
         # Each action is judged byte by byte.  The limit is the user's; what the caller holds and
         # the buffers of the tier are beside it.
@@ -171,6 +173,7 @@ def _scheduled(
         bars.watch(chain, max(1e-9, plan.makespan_s / (3 * plan.n_steps))),
         stores,
         slots=slots,
+        tape_slots=tape_slots,
         rules=rules,
         states=given.states(leaves),
         progress=bars.update if bars.shown else None,

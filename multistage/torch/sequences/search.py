@@ -115,7 +115,7 @@ def _nothing_fits(planner: str, n_steps: int, memory: int, least: int | None) ->
 
 @dataclass(slots=True)
 class Equal:
-    """Plans of equal steps: for each size of chunk one by closed forms."""
+    """Plans of equal steps: for each size of chunk by closed forms."""
 
     given: Computation
     samples: Sequence[Cost]  # of chunks of several sizes
@@ -204,11 +204,7 @@ class Equal:
             buffers = self.store.buffer_bytes(self.layout.record)
         # The live state and its adjoint, beside one chunk's graph.
         beside = sample.peak_bytes + self._nodes(sample.chunk) + 2 * size
-        fixed = beside + buffers
-        self._least.append(fixed + size)
-        slots = (memory - fixed) // size
-        if slots < 1:
-            return []
+        self._least.append(beside + buffers + size)
         costs = Costs(
             forward_step_s=sample.forward_s,
             reverse_step_s=sample.turn_s,
@@ -216,7 +212,39 @@ class Equal:
             tiers=() if tier is None else (tier,),
             action_s=action_seconds(),
         )
+        found = self._within(memory, costs, sample.chunk, beside, buffers)
+        if self.given.settings.planner == "auto" and tier is None:
+            held = self._holding(sample, memory, costs)
+            if held and not (found and found[0].seconds <= _AS_GOOD * held[0].seconds):
+                return held
+        return found
+
+    def _holding(self, sample: Cost, memory: int, costs: Costs) -> list[Found]:
+        """Return the plan that holds graphs of chunks too, if it fits."""
+        stage, size = sample.stage, self.layout.nbytes
+        held = stage.tape_bytes + max(
+            stage.tape_overhead_bytes, stage.backward_overhead_bytes + stage.gradient_bytes
+        )
+        beside = max(held, sample.peak_bytes) + self._nodes(sample.chunk) + 2 * size
         count = -(-self.given.inputs.steps // sample.chunk)
+        costs = replace(
+            costs,
+            tape_step_s=sample.forward_s,
+            reverse_step_s=sample.turn_s - sample.forward_s,
+            # Each with the state that it starts from.
+            tape_bytes=sample.graph_bytes + self._nodes(self.given.inputs.steps) // count + size,
+        )
+        return self._within(memory, costs, sample.chunk, beside, 0)
+
+    def _within(
+        self, memory: int, costs: Costs, chunk: int, beside: int, buffers: int
+    ) -> list[Found]:
+        """Return the plan of chunks by some costs, if it fits, and writes with a tier."""
+        fixed, tiered = beside + buffers, bool(costs.tiers)
+        slots = (memory - fixed) // costs.state_bytes
+        if slots < 1:
+            return []
+        count = -(-self.given.inputs.steps // chunk)
         best = plan(costs, Budget(slots=slots), count)
         if self.given.settings.planner == "stream" and not best.writes:
             # Where nothing pays, ranked planners fall back to running again: asked for by name,
@@ -224,12 +252,12 @@ class Equal:
             writing = [candidate for candidate in best.candidates if candidate.writes]
             writing = writing or [shortest_interval(costs, slots, count) or best]
             best = min(writing, key=lambda candidate: candidate.makespan_s)
-        if tier is not None and not best.writes:
+        if tiered and not best.writes:
             return []
-        peak = fixed + int(best.peak_slots * size)
+        peak = fixed + int(best.peak_slots * costs.state_bytes)
         reserved = {BUFFERS: buffers, "the live state, its adjoint and a chunk's graph": beside}
-        best, name = best.within(memory, reserved), "recompute" if tier is None else "stream"
-        return [Found(best.makespan_s, peak, name, sample.chunk, best)]
+        best, name = best.within(memory, reserved), "stream" if tiered else "recompute"
+        return [Found(best.makespan_s, peak, name, chunk, best)]
 
     def _nodes(self, steps: int) -> int:
         """Return what the nodes of the graph of some steps take that counts."""

@@ -410,7 +410,7 @@ class ThroughTime:
         targets = [*wanted, *[x for _, x in xs], *[parameters[i] for i in chosen]]
         measured = self.samples is None  # a plan that keeps all may follow
         alike = contextlib.nullcontext() if measured else self.around.no_draws(*self._steps(k))
-        with without_hooks(parameters), alike:
+        with without_hooks(parameters), alike, self._refusing_late_writes(k):
             found = gradients_of(self.cells.name, roots, targets)
         for (place, _), gradient in zip(xs, found[len(wanted) :], strict=False):
             if gradient is not None and self.of_inputs is not None:
@@ -429,6 +429,26 @@ class ThroughTime:
         if watch is not None:
             watch.refuse_written(self.cells.name, self._steps(k))
         return result
+
+    @contextlib.contextmanager
+    def _refusing_late_writes(self, k: int) -> Iterator[None]:
+        """Raise StateError where a graph that was held has saved what was written to since."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            (first, last), late = self._steps(k), self.around.late_buffers()
+            why = "inputs, parameters or outputs were, by an inplace operation"
+            if late:
+                why = (
+                    f"results depend on {', '.join(late[:4])}, which changes at later steps and "
+                    "not in the first; change it from the first step on, or return it in the state"
+                )
+            raise StateError(
+                f"{self.cells.name} computed at steps {first} to {last - 1} with tensors that were "
+                f"written to since: {why}"
+            ) from error
 
     def _refuse_unknown(self, k: int, leaves: list[Tensor]) -> None:
         """Raise ArgumentError if there are leaves left; the cell's own went with the graph."""

@@ -28,8 +28,8 @@ class UnrollPlan:
     Attributes
     ----------
     planner : {"keep", "recompute", "stream", "offload"}
-        Keep every tape (plain autograd); keep some states and run again from
-        them; stream states to a slow tier besides; or stream tapes there, and
+        Keep every tape (plain autograd); keep some states, and graphs if there is room, and run
+        again from them; stream states to a slow tier besides; or stream tapes there, and
         run nothing again.
     n_steps, chunk : int
         Time steps, and how many make one step of the schedule (at most, where steps
@@ -37,7 +37,7 @@ class UnrollPlan:
     memory_bytes : int
         The limit.
     peak_bytes : int
-        Predicted: states, one chunk's graph, buffers of the tier.
+        Predicted: states, graphs of chunks, buffers of the tier.
     makespan_s : float
         Predicted, forward and backward.
     keep_bytes : int
