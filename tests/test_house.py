@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_614,
+    "package_lines": 61_627,
     "classes": 476,
-    "functions": 3918,
+    "functions": 3920,
     "files_under_60": 3,
     "import_lines": 3543,
     "twins": 0,
-    "test_lines": 58_121,
+    "test_lines": 58_138,
 }
 
 

@@ -310,7 +310,8 @@ def tightest(found: Sequence[Unequals], rooms: Sequence[int]) -> Unequals:
     """Return costs of unequal steps and a tier for all ranks, with the memory of rank 0.
 
     The largest times, and sizes as parts of the memory of the rank where they are the largest
-    parts; in bytes of rank 0.  All ranks have as many stages, and a tier or none.
+    parts, in bytes of rank 0; but the least bytes that are spared.  All ranks have as many
+    stages, and a tier or none.
 
     Parameters
     ----------
@@ -333,6 +334,9 @@ def tightest(found: Sequence[Unequals], rooms: Sequence[int]) -> Unequals:
     def size(values: Iterable[int]) -> int:
         return max(-(-value * room // own) for value, own in zip(values, rooms, strict=True))
 
+    def spared(values: Iterable[int]) -> int:
+        return min(value * room // own for value, own in zip(values, rooms, strict=True))
+
     def stage(same: tuple[Stage, ...]) -> Stage:
         agreed: dict[str, Any] = {
             field.name: (size if field.name.endswith("_bytes") else max)(
@@ -341,6 +345,7 @@ def tightest(found: Sequence[Unequals], rooms: Sequence[int]) -> Unequals:
             for field in fields(Stage)
             if field.name.endswith(("_bytes", "_s"))
         }
+        agreed["spared_bytes"] = spared(one.spared_bytes for one in same)
         return Stage(name=same[0].name, **agreed)
 
     costs = [one.whole for one, _, _ in found]

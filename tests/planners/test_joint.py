@@ -86,6 +86,20 @@ def test_random_plans_hold_their_limits_and_their_makespans():
 
 
 @core
+def test_outputs_that_go_before_their_reverse_are_there_while_a_transfer_begins():
+    for seed in range(40):
+        draw = random.Random(seed)
+        sizes = [draw.randint(50, 300) for _ in range(draw.randint(4, 12))]
+        stages = [
+            Stage("", 0.5, draw.uniform(0.1, 2), n, n + draw.randint(0, 200), spared_bytes=n)
+            for n in sizes
+        ]
+        costs = StageCosts(tuple(stages), 100)
+        memory = smallest_memory(costs) + draw.randint(0, 400)
+        rates = Tier.of_rates(draw.uniform(50, 400), 200.0, tapes=bool(seed % 2))
+        assert plan_chain(costs, memory, tiers=rates).peak_bytes <= memory
+
+
 def test_a_fast_tier_hides_everything():
     plan = plan_chain(layers(20), 0.3, tiers="write=1GB/s")
     assert plan.makespan_s == pytest.approx(60.0)

@@ -255,6 +255,8 @@ def plan_at_once(
     if tapes and rates is None:
         true = true.with_ways(given)
     least, trace = smallest(true, tapes=tapes)
+    if rates is not None:
+        true = Sizes.beside_a_tier(costs)
     fewest = least if rates is None else min(least, smallest_with_tier(true, rates))
     if limit is not None and limit < fewest + costs.input_bytes:
         raise too_small(planner, limit, fewest + costs.input_bytes)

@@ -57,7 +57,7 @@ def plan_grouped(
 
     Without `tapes` none is kept but right before its adjoint; `rates` take none then.
     """
-    true, room = Sizes.of(costs), limit - costs.input_bytes
+    true, room = Sizes.beside_a_tier(costs), limit - costs.input_bytes
     if not is_plannable(true) or room < 1:
         return None
     size, slots = _grouping(true, room)

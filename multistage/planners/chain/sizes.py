@@ -66,6 +66,12 @@ class Sizes:
             spared_s=np.array([*(stage.spared_s for stage in stages), 0.0]),
         )
 
+    @classmethod
+    def beside_a_tier(cls, costs: StageCosts) -> Sizes:
+        """Return the sizes as if no output were spared: transfers may begin before it is."""
+        stages = [replace(stage, spared_bytes=0) for stage in costs.stages]
+        return cls.of(replace(costs, stages=tuple(stages)))
+
     def __len__(self) -> int:
         return len(self.tape)
 
