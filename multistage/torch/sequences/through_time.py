@@ -439,7 +439,7 @@ class ThroughTime:
             if "modified by an inplace operation" not in str(error):
                 raise
             (first, last), late = self._steps(k), self.around.late_buffers()
-            why = "inputs, parameters or outputs were, by an inplace operation"
+            why = "inputs, parameters, buffers or outputs were, by an inplace operation"
             if late:
                 why = (
                     f"results depend on {', '.join(late[:4])}, which changes at later steps and "
