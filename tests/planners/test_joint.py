@@ -100,6 +100,7 @@ def test_outputs_that_go_before_their_reverse_are_there_while_a_transfer_begins(
         assert plan_chain(costs, memory, tiers=rates).peak_bytes <= memory
 
 
+@core
 def test_a_fast_tier_hides_everything():
     plan = plan_chain(layers(20), 0.3, tiers="write=1GB/s")
     assert plan.makespan_s == pytest.approx(60.0)
