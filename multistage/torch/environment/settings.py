@@ -16,7 +16,13 @@ from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+    set_eval_frame,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -119,7 +125,7 @@ class Settings:
         """Return a context with these settings, whatever they are outside of it."""
         now = Settings.capture(())
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_compiling_nothing())
+            stack.callback(set_eval_frame, set_eval_frame(None))
             if now.flags != self.flags:
                 stack.callback(_set_flags, now.flags)
                 _set_flags(self.flags)
@@ -137,15 +143,6 @@ class Settings:
             yield
 
 
-@contextlib.contextmanager
-def _compiling_nothing() -> Iterator[None]:
-    before = set_eval_frame(None)
-    try:
-        yield
-    finally:
-        set_eval_frame(before)
-
-
 def uncompiled(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     """Have a function run as it is written where `torch.compile` compiles what calls it.
 
@@ -155,13 +152,19 @@ def uncompiled(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]
 
     @wraps(function)
     def run(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        if get_eval_frame_callback() is None:
+        before = set_eval_frame(None)
+        try:
             return function(*args, **kwargs)
-        with _compiling_nothing():
-            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(before)
 
-    # As torch.compiler.disable does, which imports the compiler, for seconds.
+    # As torch.compiler.disable does, which imports the compiler, for seconds: neither inlined in
+    # what calls it nor compiled by itself.
     vars(run).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="multistage runs it")
+    made: Any = run
+    set_code_exec_strategy(
+        made.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+    )
     return run
 
 

@@ -230,7 +230,7 @@ class Equal:
         costs = replace(
             costs,
             tape_step_s=sample.forward_s,
-            reverse_step_s=sample.turn_s - sample.forward_s,
+            reverse_step_s=sample.turn_s - sample.forward_s,  # planners ask for their sum alone
             # Each with the state that it starts from.
             tape_bytes=sample.graph_bytes + self._nodes(self.given.inputs.steps) // count + size,
         )
