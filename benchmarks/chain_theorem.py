@@ -94,7 +94,7 @@ def table_1(actions: Sequence[Action], costs: StageCosts) -> tuple[float, int]:
     ("d", i).  An operation takes its input, its output and its overhead; what it
     replaces goes, unless it is saved or state 0, which stays for the caller.
     """
-    s = costs.stages
+    s, over_bytes = costs.stages, costs.reverse_bytes
     held, saved, live = {("a", 0)}, {0}, 0
     seconds, peak = 0.0, 0
 
@@ -126,8 +126,7 @@ def table_1(actions: Sequence[Action], costs: StageCosts) -> tuple[float, int]:
                     run(i + 1, {("A", i + 1)}, s[i].tape_overhead_bytes, s[i].forward_s)
                 if live == i + 1:  # what the tape led to is in it
                     held.discard(("a", live))
-                over = s[i].backward_overhead_bytes - s[i].spared_bytes
-                run(i + 1, {("d", i)}, over, s[i].backward_s)
+                run(i + 1, {("d", i)}, over_bytes[i], s[i].backward_s)
                 held -= {("d", i + 1), ("A", i + 1)}
                 leave(i)
             case Save(i):

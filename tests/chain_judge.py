@@ -81,7 +81,8 @@ class Judge:
     def run(self, actions):
         for index, action in enumerate(actions):
             assert self.apply(action) is None, (index, action)
-            self.at_peak()
+            if not isinstance(action, Reverse):  # before whose end the input may be gone
+                self.at_peak()
         assert self.adjoint == 0 and not self.saved and not self.tapes and not self.tier
         assert not self.landing and self.ended
         return self
@@ -114,6 +115,9 @@ class Judge:
                     self.live = None
                 assert self.at_hand(i), action
                 spared = self.of(i, "spared_bytes") if i + 1 not in self.saved else 0
+                needed = not i or self.of(i, "saves_input") or self.of(i, "way")
+                if not needed and i not in self.saved:
+                    spared += self.of(i - 1, "spared_bytes")
                 self.at_peak(self.gradient(i) + self.of(i, "backward_overhead_bytes") - spared)
                 self.tapes.remove(i)
                 self.pinned.discard(i)

@@ -39,6 +39,7 @@ def small_chain(seed: int, length: int, largest: int = 9) -> StageCosts:
                 tape_overhead_bytes=draw.randint(0, 3),
                 backward_overhead_bytes=draw.randint(0, 3),
                 spared_bytes=draw.choice([0, output]),
+                saves_input=draw.random() < 0.5,
             )
         )
     return StageCosts(tuple(stages), draw.randint(0, largest), draw.randint(0, 3))

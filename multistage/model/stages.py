@@ -19,6 +19,8 @@ here                     there
 `backward_overhead_bytes`  o_b: beyond input, tape and both gradients
 `spared_bytes`           not there: the part of `output_bytes` that the tape does not save,
                          gone when the adjoint of the stage begins
+`saves_input`            not there: whether its tape needs the input, which is gone then too,
+                         but for what the stage before saves of it, where it does not
 `spared_s`               not there: the part of `forward_s` after the last tensor
                          it saves, not run where its tape alone is needed
 `overhead_s`             not there: the part of both times that the executor takes,
@@ -78,8 +80,8 @@ class Stage:
     ------
     ArgumentError
         For a name that is no string, a negative, infinite or missing number, a size
-        beyond 2^60, a tape smaller than the output it includes, or more of the output
-        spared than there is.
+        beyond 2^60, a tape smaller than the output it includes, more of the output
+        spared than there is, or a `saves_input` that is no bool.
 
     Examples
     --------
@@ -102,6 +104,7 @@ class Stage:
     ways: tuple[Way, ...] = ()
     way: int = 0
     spared_bytes: int = 0
+    saves_input: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -119,6 +122,10 @@ class Stage:
             raise ArgumentError(
                 f"stage {self.name!r}: spared_bytes={self.spared_bytes} is a part of "
                 f"output_bytes={self.output_bytes} and cannot be more"
+            )
+        if not isinstance(self.saves_input, bool):
+            raise ArgumentError(
+                f"stage {self.name!r}: saves_input={shown(self.saves_input)} must be True or False"
             )
         if self.spared_s > self.forward_s:
             raise ArgumentError(
@@ -271,6 +278,26 @@ class StageCosts(CostModel):
     def largest_state_bytes(self) -> int:
         """The bytes of the largest state that may be kept: any but the last."""
         return max(1, self.input_bytes, *(stage.output_bytes for stage in self.stages[:-1]))
+
+    @property
+    def spared_input_bytes(self) -> list[int]:
+        """The part of each stage's input that no tape saves; none of the caller's.
+
+        Nor of one that the rest of a tape is made again from.
+        """
+        before = [0, *(stage.spared_bytes for stage in self.stages)]
+        return [
+            0 if stage.saves_input or stage.way else nbytes
+            for stage, nbytes in zip(self.stages, before, strict=False)
+        ]
+
+    @property
+    def reverse_bytes(self) -> list[int]:
+        """Beside input, tape and both gradients of each stage; less than none where they go."""
+        return [
+            stage.backward_overhead_bytes - stage.spared_bytes - nbytes
+            for stage, nbytes in zip(self.stages, self.spared_input_bytes, strict=True)
+        ]
 
     def to_dict(self) -> dict[str, object]:
         """Return the costs as plain data, with their format; read back by `from_dict`."""

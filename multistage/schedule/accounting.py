@@ -7,7 +7,7 @@ What is resident is
   which the caller computes from the last state, whose bytes are no longer counted;
 * each tape, from its `Tape` or its `Get` to its `Reverse` or its `Evict`.  The tape of
   a stage includes the state that the stage makes, not the one it starts from; at `Reverse`
-  the part of that state which is not saved for it is gone, unless a checkpoint has it;
+  the part of both which no tape saves is gone, unless a checkpoint has it;
 * each state outside of a tape while it is live, saved, landing, or the input of a held
   tape: such a tape pins its input.  Where the tape that includes the input is evicted, or
   the input itself, it is in the tier instead, and must be back for `Reverse`.  A tape
@@ -111,6 +111,7 @@ class ByteAccounting:
     taping: list[int] = field(init=False, repr=False)
     reverse: list[int] = field(init=False, repr=False)
     spared: list[int] = field(init=False, repr=False)
+    spared_input: list[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         costs, stages = self.costs, self.costs.stages
@@ -121,6 +122,7 @@ class ByteAccounting:
         self.taping = [s.tape_overhead_bytes for s in stages]
         self.reverse = [s.backward_overhead_bytes for s in stages]
         self.spared = [s.spared_bytes for s in stages]
+        self.spared_input = costs.spared_input_bytes
         self.first = _Buffer(costs.input_bytes)
         self.live = self._share(self.first)
         self.resident_bytes = self.peak_bytes = costs.input_bytes
@@ -171,6 +173,8 @@ class ByteAccounting:
                 beside = self.gradient[step] + self.reverse[step]
                 if step + 1 not in self.saved:
                     beside -= self.spared[step]
+                if step not in self.saved:
+                    beside -= self.spared_input[step]
                 if step in rules.tapes:
                     return resident + beside
                 return resident + self.tape[step] + max(self.taping[step], beside)
@@ -209,6 +213,7 @@ class ByteAccounting:
                 self._go_on(self._share(made))
             case Reverse(step):
                 self._reverse(step, rules)
+                return  # no more than it needed, but for its input, counted until the next
             case EndForward():
                 assert rules.adjoint is not None
                 rules.live = None

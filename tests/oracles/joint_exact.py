@@ -65,7 +65,7 @@ def exact_joint_makespan(
         "tape": tapes,
         "advance": [0, *(s.forward_overhead_bytes for s in stages), 0],
         "taping": [0, *(s.tape_overhead_bytes for s in stages), 0],
-        "back": [0, *(s.backward_overhead_bytes - s.spared_bytes for s in stages), 0],
+        "back": [0, *costs.reverse_bytes, 0],
         "forward_s": [0, *(_whole(s.forward_s) for s in stages), 0],
         "spared_s": [0, *(_whole(s.spared_s) for s in stages), 0],
         "backward_s": [0, *(_whole(s.backward_s) for s in stages), 0],

@@ -48,6 +48,7 @@ def random_chain(seed: int, length: int, largest: int = 6) -> StageCosts:
                 tape_overhead_bytes=draw.choice([0, draw.randint(0, largest)]),
                 backward_overhead_bytes=draw.choice([0, draw.randint(0, largest)]),
                 spared_bytes=draw.choice([0, draw.randint(0, output)]),
+                saves_input=draw.random() < 0.5,
             )
         )
     return StageCosts(tuple(stages), draw.randint(0, 4), draw.randint(0, 4))
@@ -70,6 +71,7 @@ def big_chain(seed: int, length: int) -> StageCosts:
                 forward_overhead_bytes=int(output * draw.uniform(0, 0.5)),
                 backward_overhead_bytes=int(output * draw.uniform(0, 0.5)),
                 spared_bytes=draw.choice([0, output]),
+                saves_input=draw.random() < 0.5,
             )
         )
     return StageCosts(tuple(stages), 1 << 20)

@@ -145,15 +145,11 @@ def least_in_pieces(costs: StageCosts) -> int:
     """Return memory enough to reverse each step by itself, from state 0."""
     before, gradient, most = 0, costs.input_gradient_bytes, 0
     largest = max(costs.input_gradient_bytes, *(stage.gradient_bytes for stage in costs.stages))
-    for stage in costs.stages:
+    for stage, reverse in zip(costs.stages, costs.reverse_bytes, strict=True):
         here = (
             stage.output_bytes + stage.forward_overhead_bytes + largest,
             stage.tape_bytes + stage.tape_overhead_bytes + largest,
-            stage.tape_bytes
-            + stage.gradient_bytes
-            + gradient
-            + stage.backward_overhead_bytes
-            - stage.spared_bytes,
+            stage.tape_bytes + stage.gradient_bytes + gradient + reverse,
         )
         most = max(most, before + max(here))
         before, gradient = stage.output_bytes, stage.gradient_bytes

@@ -59,8 +59,7 @@ class Sizes:
             tape=sizes(*(stage.tape_bytes for stage in stages), 0),
             advance=sizes(*(stage.forward_overhead_bytes for stage in stages), 0),
             taping=sizes(*(stage.tape_overhead_bytes for stage in stages), 0),
-            # Less than nothing where the output, part of the tape, is gone.
-            reverse=sizes(*(s.backward_overhead_bytes - s.spared_bytes for s in stages), 0),
+            reverse=sizes(*costs.reverse_bytes, 0),
             forward_s=np.array([*(stage.forward_s for stage in stages), 0.0]),
             reverse_s=np.array([*(stage.backward_s for stage in stages), 0.0]),
             spared_s=np.array([*(stage.spared_s for stage in stages), 0.0]),

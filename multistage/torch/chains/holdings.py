@@ -86,6 +86,12 @@ class HeldTape:
         self.is_whole = caught.without is None
         self._sources = () if caught.without is None else caught.without.sources
 
+    @classmethod
+    def staying(cls, caught: Caught, state: KeptState) -> HeldTape:
+        """Return one that does not travel; it lets its state go if nothing is run again from it."""
+        again = caught.without is not None or not caught.counts_alone
+        return cls(caught, state if again else None)
+
     def guard(self, storages: Set[int], own: Region) -> None:
         """Notice other bits, in these storages, of what the rest is made again from.
 
@@ -518,7 +524,7 @@ class Holdings:
         if state is None:
             state = self.state(i)
         caught, _ = self._stages.catch(i, state, alone=True)
-        return HeldTape(caught, state)
+        return HeldTape.staying(caught, state)
 
     # ------------------------------------------------- what `execute.late` asks
 

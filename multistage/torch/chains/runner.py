@@ -216,7 +216,7 @@ class Links(Slots[Box, object]):
     ) -> HeldTape:
         """Return a tape; one of the forward sweep may leave fast memory."""
         if not self._streams or not self._script.is_forward:
-            return HeldTape(caught, state)
+            return HeldTape.staying(caught, state)
         holdings = self._holdings
         leaves = i in holdings.leaving
         elsewhere = leaves and holdings.at_hand(i) is not None

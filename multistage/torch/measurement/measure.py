@@ -174,6 +174,8 @@ class StageRun:
             tape_bytes = max(made + shared, output_bytes)
             kept = [*tensors_in(output), *saved.held()]
             is_hiding = not unhooked and meter.bytes_but(kept) > 0
+            apart = storages_among(self._given).keys().isdisjoint(storages_among(kept))
+            saves_input = not apart or is_hiding or unhooked or not self._trait.is_pure
             del kept
             self.sizes.varies = meter.sizes_vary
             if self._trait.differentiates or self._trait.graded:  # it keeps all it saves
@@ -214,6 +216,7 @@ class StageRun:
             tape_overhead_bytes=taping_bytes + self.hidden_bytes,
             backward_overhead_bytes=reverse_bytes,
             spared_bytes=min(before - left, output_bytes),
+            saves_input=saves_input or self._trait.changes_input,
         )
         return stage, operations
 

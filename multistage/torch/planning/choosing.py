@@ -177,6 +177,7 @@ def _slower(costs: StageCosts, factor: float) -> StageCosts:
             backward_s=stage.backward_s * factor,
             spared_s=stage.spared_s * factor,
             overhead_s=stage.overhead_s + more_s + caught_s,
+            saves_input=True,  # the tape before holds it, so that it may travel with it
         )
 
     return replace(costs, stages=tuple([slower(each) for each in costs.stages]))

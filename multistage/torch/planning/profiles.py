@@ -62,7 +62,11 @@ def at_least(now: Profile, before: Profile, larger: LargerError) -> Profile:
     for i, (a, b) in enumerate(zip(stages, before.costs.stages, strict=True)):
         larger_of = {n: max(getattr(a, n), getattr(b, n)) for n in _BYTES}
         stages[i] = replace(
-            a, **larger_of, spared_bytes=min(a.spared_bytes, b.spared_bytes), ways=()
+            a,
+            **larger_of,
+            spared_bytes=min(a.spared_bytes, b.spared_bytes),
+            saves_input=a.saves_input or b.saves_input,
+            ways=(),
         )
         sizes[i] = sizes[i].both(before.traits[i].sizes or Sizes(), max)
     at, returns = larger.stage, larger.does == "returns"
@@ -159,7 +163,8 @@ def _on_line(one: Profile, other: Profile, at: _At) -> Profile:
 
 
 def _stage(one: Stage, other: Stage, at: _At) -> Stage:
-    numbers = [f.name for f in fields(Stage) if f.name not in ("name", "ways", "way")]
+    others = ("name", "ways", "way", "saves_input")
+    numbers = [f.name for f in fields(Stage) if f.name not in others]
     values = {n: _value(getattr(one, n), getattr(other, n), at) for n in numbers}
     values["tape_bytes"] = max(values["tape_bytes"], values["output_bytes"])
     # Rounded down, and not above the line: it makes a plan take less.
@@ -167,7 +172,9 @@ def _stage(one: Stage, other: Stage, at: _At) -> Stage:
     values["spared_bytes"] = min(max(0, math.floor(round(spared, 6))), values["output_bytes"])
     values["spared_s"] = min(values["spared_s"], values["forward_s"])
     values["overhead_s"] = min(values["overhead_s"], values["forward_s"] + values["backward_s"])
-    return replace(one, **values, ways=())  # which are known of the measured kinds alone
+    saves = one.saves_input or other.saves_input
+    # Ways are known of the measured kinds alone.
+    return replace(one, **values, saves_input=saves, ways=())
 
 
 def _value(one: _Value, other: _Value, at: _At) -> _Value:
