@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_627,
+    "package_lines": 61_761,
     "classes": 476,
-    "functions": 3920,
+    "functions": 3928,
     "files_under_60": 3,
-    "import_lines": 3543,
+    "import_lines": 3550,
     "twins": 0,
-    "test_lines": 58_138,
+    "test_lines": 58_196,
 }
 
 

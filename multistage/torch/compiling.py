@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..backends.urls import Tiers
-from ..errors import ArgumentError, CheckpointWarning
+from ..errors import ArgumentError, BudgetError, CheckpointWarning
 from ..planners import Plan
 from ..planners.chain.heterogeneous import ChainPlanner
 from ..support.units import format_bytes
@@ -34,6 +34,7 @@ from .measurement.checking import Check, Checked, checked_choice
 from .measurement.exploring import fresh_copy, untouched
 from .measurement.saved import Saved
 from .planning.calls import ChainCall
+from .planning.choosing import least_of
 from .planning.limited import Limited, LimitedModule
 from .sequential import refuse_wrapped, tiered_by
 from .tiers.tiered import Tiered
@@ -200,6 +201,10 @@ class Used:
     calls: int = 0
     inside: bool = False
 
+    def use(self, chain: Chain, instead_of: Chain | None = None) -> None:
+        """Take note of the chain that runs."""
+        self.chains = [*(c for c in self.chains if c is not chain and c is not instead_of), chain]
+
 
 class Compiled(InFront):
     """A model that trains within a memory limit: what `compile` returns.
@@ -337,6 +342,7 @@ class Chain(LimitedModule):
             settings.tiered,
             stages,
         )
+        self.is_finest = stages.is_finest
 
     def run(self, arguments: Sequence[object]) -> object:
         """Run the graph by the plan for its arguments."""
@@ -387,10 +393,27 @@ class _Graph:
         )
         chain = self._chains.get(own)
         if chain is None:
-            stages = GraphStages(self._graph, arguments, own)
-            chain = self._chains[own] = Chain(stages, self._settings)
-        self._used.chains = [*(c for c in self._used.chains if c is not chain), chain]
-        return chain.run(arguments)
+            chain = self._chains[own] = self._cut(arguments, own)
+        self._used.use(chain)
+        try:
+            return chain.run(arguments)
+        except BudgetError as error:
+            if chain.is_finest or error.least_bytes is None:  # nothing has run where it names one
+                raise
+            refused = error
+        finer = self._cut(arguments, own, finely=True)
+        try:
+            result = finer.run(arguments)
+        except BudgetError as error:
+            raise min(refused, error, key=least_of) from None
+        self._chains[own] = finer
+        self._used.use(finer, chain)
+        return result
+
+    def _cut(
+        self, arguments: tuple[object, ...], own: tuple[bool, ...], *, finely: bool = False
+    ) -> Chain:
+        return Chain(GraphStages(self._graph, arguments, own, finely=finely), self._settings)
 
 
 class _Outside:

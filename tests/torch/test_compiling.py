@@ -440,6 +440,36 @@ def test_activations_that_copy_what_they_write_to_do_not_write(made: type[nn.Mod
     assert meter.peak_bytes + x.nbytes <= least + x.nbytes  # of the adjoint, which the caller holds
 
 
+def test_a_norm_and_a_relu_in_place_are_parted_where_they_do_not_fit_together() -> None:
+    norms = [nn.Sequential(nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True)) for _ in range(4)]
+    plain, x = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), *norms, nn.Linear(WIDTH, 1)),
+        batch(256, WIDTH),
+    )
+    refused = []
+    for memory in (1, 0.4):
+        with pytest.raises(BudgetError) as error:
+            mst.compile(copy.deepcopy(plain), memory=memory)(x)
+        refused.append(error.value)
+    least = refused[0].least_bytes
+    assert least is not None and least < 4.5 * x.nbytes  # 5 with the norm's input
+    whole = mst.compile(copy.deepcopy(plain), memory=1.0)
+    step(whole, x)
+    assert whole.plan is not None and len(whole.plan.stage_costs.stages) == 6
+    # Outputs of norms, which nothing saves, are no part of what a fraction is of.
+    limit = int(str(refused[1]).split()[0].removeprefix("memory="))
+    assert limit <= 0.4 * whole.plan.plain_bytes
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=least)
+    assert_equal(trained(compiled, ours, x), trained(plain, plain, x))
+    assert len(compiled.plans) == 1
+    with Within(torch.device("cpu")) as meter:
+        meter.ignore([x, *ours.parameters(), *ours.buffers()])
+        meter.ignore([p.grad for p in ours.parameters() if p.grad is not None])
+        compiled(x).backward(adjoint := torch.ones(256, 1))
+    assert meter.peak_bytes + x.nbytes <= least + adjoint.nbytes
+
+
 def test_an_adjoint_that_the_caller_holds_does_not_exceed_the_limit_by_a_little() -> None:
     model, x = nn.Sequential(*[Sine() for _ in range(8)]), batch(4096, WIDTH).requires_grad_()
     step(model, x)

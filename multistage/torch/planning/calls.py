@@ -242,7 +242,7 @@ class ChainCall:
         if least == named:
             return error
         return BudgetError.below(
-            f"memory={in_bytes(found, chain.limit)} bytes < {least} bytes ({format_bytes(least)}), "
+            f"memory={in_bytes(chain, found)} bytes < {least} bytes ({format_bytes(least)}), "
             f"the smallest limit that planner {chain.planner!r} works within: stages alone take "
             f"{named}, iterations were seen to hold more; raise the limit",
             least,

@@ -56,7 +56,7 @@ def chosen(chain: Limited, profiles: Sequence[Profile], together: bool = False) 
     # Stages that fail under saved-tensor hooks have tapes of torch's own.
     unhooked = any(trait.unhooked for trait in profiles[0].traits)
     tiered = None if unhooked else chain.tiered
-    limit = in_bytes(profiles[0], chain.limit)  # a fraction is of what the first counts
+    limit = in_bytes(chain, profiles[0])  # a fraction is of what the first counts
 
     def without(costs: StageCosts) -> Plan:
         plan = plan_chain(costs, limit, chain.planner, segments=chain.segments)
@@ -71,7 +71,7 @@ def chosen(chain: Limited, profiles: Sequence[Profile], together: bool = False) 
         try:
             return _best_with_tier(chain.device, tiered, profiles, limit, together)
         except BudgetError as error:  # the smaller of the two limits is the one that works
-            raise min(alone, error, key=_least_of) from None
+            raise min(alone, error, key=least_of) from None
     if tiered is None or plan.keeps_all:
         return plain
     offloading = None
@@ -148,12 +148,12 @@ def _best(profiles: Sequence[Profile], planned: Callable[[StageCosts], Plan]) ->
             if is_plain(plan):
                 break
     if not found:
-        raise min(refused, key=_least_of)
+        raise min(refused, key=least_of)
     _, number, plan = min(found, key=lambda each: each[:2])
     return profiles[number], plan
 
 
-def _least_of(error: BudgetError) -> int:
+def least_of(error: BudgetError) -> int:
     """Return the smallest limit that a refusal knows of."""
     return error.least_bytes if error.least_bytes is not None else sys.maxsize
 
@@ -197,13 +197,18 @@ def _busy(plan: Plan) -> float:
     return min(1.0, seconds / plan.makespan_s) if plan.makespan_s else 0.0
 
 
-def in_bytes(profile: Profile, memory: int | str | float | None) -> int | None:
-    """Return a limit in bytes; a fraction is of what plain training takes."""
+def in_bytes(chain: Limited, profile: Profile) -> int | None:
+    """Return the limit of a chain in bytes; a fraction is of what plain training takes."""
 
     def plain_bytes() -> int:
-        return plan_chain(held_by_caller(profile.costs), None, "store-all").plain_bytes
+        costs = held_by_caller(profile.costs)
+        if chain.graph is not None and chain.graph.is_parted:
+            gone = [*costs.spared_input_bytes[1:], 0]  # of outputs, which plain training lets go
+            stages = tuple([s.without(n) for s, n in zip(costs.stages, gone, strict=True)])
+            costs = replace(costs, stages=stages)
+        return plan_chain(costs, None, "store-all").plain_bytes
 
-    return memory_bytes(memory, plain_bytes)
+    return memory_bytes(chain.limit, plain_bytes)
 
 
 def held_by_caller(costs: StageCosts) -> StageCosts:

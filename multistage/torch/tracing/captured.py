@@ -20,7 +20,7 @@ from torch.nn import functional
 from ..environment.settings import Autocast
 from ..measurement.measure import Profile
 from ..measurement.traits import OfGraph, Remade
-from .cutting import Cut, Staying, cuts, ways_to_count
+from .cutting import Cut, Staying, cuts, is_huge, ways_to_count
 from .observing import ENTER, GRADED, LEAVE, Observed, observe
 from .remaking import Remaking, is_batch_norm
 
@@ -214,13 +214,29 @@ class GraphStages(list[GraphStage]):
         Of its first call.
     own : tuple of bool
         Which of them are the model's, parameters and buffers.
+    finely : bool
+        Whether to part what decides the least limit, though each part counts its output.
+
+    Attributes
+    ----------
+    is_parted, is_finest : bool
+        Whether something was parted, and whether nothing is left to be.
     """
 
     def __init__(
-        self, graph: fx.GraphModule, arguments: Sequence[object], own: tuple[bool, ...]
+        self,
+        graph: fx.GraphModule,
+        arguments: Sequence[object],
+        own: tuple[bool, ...],
+        *,
+        finely: bool = False,
     ) -> None:
         graph = _copy_of(graph)
         observed = observe(graph, arguments, own)
+        parting = [n for n in graph.graph.nodes if _huge_before_relu(observed, n) is not None]
+        self.is_finest, self.is_parted = finely or not parting, finely and bool(parting)
+        if self.is_parted:
+            observed = _parted(graph, parting, arguments, own, observed.returned)
         found = cuts(observed)
         super().__init__(_Building.stages(graph, observed, found, own))
         tensors = [x for x in arguments if isinstance(x, Tensor)]
@@ -304,10 +320,46 @@ def _copy_of(graph: fx.GraphModule) -> fx.GraphModule:
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.graph, {}))
     for node in copied.nodes:
-        made = node.args[0] if node.args and node.target in _COPYING else None
-        if isinstance(made, fx.Node) and made.target in _FRESH and len(made.users) == 1:
-            node.args, node.kwargs = (made,), {}
+        if node.target in _COPYING and _maker(node) is not None:
+            node.args, node.kwargs = node.args[:1], {}
     return fx.GraphModule(graph, copied)
+
+
+def _maker(node: fx.Node) -> fx.Node | None:
+    """Return what has made a node's input, if for it alone and in memory of its own."""
+    made = node.args[0] if node.args else None
+    if isinstance(made, fx.Node) and made.target in _FRESH and len(made.users) == 1:
+        return made
+    return None
+
+
+def _huge_before_relu(observed: Observed, node: fx.Node) -> fx.Node | None:
+    """Return what a ReLU is written to, if it is made for that alone, and large in the model."""
+    if node.target is not functional.relu or True not in (*node.args[1:], *node.kwargs.values()):
+        return None
+    made = _maker(node)
+    return made if made is not None and is_huge(observed, made) else None
+
+
+def _parted(
+    graph: fx.GraphModule,
+    rectifiers: Sequence[fx.Node],
+    arguments: Sequence[object],
+    own: tuple[bool, ...],
+    returned: dict[int, int],
+) -> Observed:
+    """Have ReLUs write to memory of their own, so that a cut may part them from their input.
+
+    They save what they make, and nothing of what they take.
+    """
+    for node in rectifiers:
+        node.args, node.kwargs = node.args[:1], {}
+    graph.recompile()
+    observed = observe(graph, arguments, own)
+    observed.returned = returned
+    for made in [made for node in rectifiers for made in node.all_input_nodes]:
+        observed.values[made].is_saved = True  # to be cut after, though nothing saves it
+    return observed
 
 
 class _Building:

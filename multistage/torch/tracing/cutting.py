@@ -15,6 +15,7 @@ from .observing import Observed
 # Of what a model makes for its gradient: what is large between two cuts, and its parts.
 _LARGE, _PART = 0.24, 1 / 32
 _FEW = 8  # calls, not worth to be cut
+_HUGE = 1 / 20  # a tensor that alone may decide the least limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,12 @@ def _kept_for_nothing(
     """Whether no operation saves what passes a cut, and little is made up to the next."""
     known = observed.values[places[number].node]
     return not known.is_saved and made[following] - made[number] <= known.nbytes
+
+
+def is_huge(observed: Observed, node: fx.Node) -> bool:
+    """Whether a value is a large part of all that a model makes for its gradient."""
+    total = sum(_made_bytes(observed, each) for each in observed.values)
+    return observed.values[node].nbytes >= _HUGE * total
 
 
 def _written_beyond(observed: Observed, cut: Cut, number: int, order: dict[fx.Node, int]) -> bool:
