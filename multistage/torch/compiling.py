@@ -400,7 +400,7 @@ class _Graph:
         except BudgetError as error:
             if chain.is_finest or error.least_bytes is None:  # nothing has run where it names one
                 raise
-            refused = error
+            refused = error.with_traceback(None)  # which holds the tensors of the call
         finer = self._cut(arguments, own, finely=True)
         try:
             result = finer.run(arguments)

@@ -9,6 +9,7 @@ import gc
 import itertools
 import pickle
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -440,6 +441,20 @@ def test_activations_that_copy_what_they_write_to_do_not_write(made: type[nn.Mod
     assert meter.peak_bytes + x.nbytes <= least + x.nbytes  # of the adjoint, which the caller holds
 
 
+def lets_go(compiled: Any, x: Tensor) -> bool:
+    """Whether nothing, such as an error that was caught, holds the input of the first call."""
+    given = x.clone()
+    seen = weakref.ref(given)
+    gc.collect()
+    gc.disable()
+    try:
+        step(compiled, given)
+        del given
+        return seen() is None
+    finally:
+        gc.enable()
+
+
 def test_a_norm_and_a_relu_in_place_are_parted_where_they_do_not_fit_together() -> None:
     norms = [nn.Sequential(nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True)) for _ in range(4)]
     plain, x = (
@@ -459,6 +474,7 @@ def test_a_norm_and_a_relu_in_place_are_parted_where_they_do_not_fit_together() 
     # Outputs of norms, which nothing saves, are no part of what a fraction is of.
     limit = int(str(refused[1]).split()[0].removeprefix("memory="))
     assert limit <= 0.4 * whole.plan.plain_bytes
+    assert lets_go(mst.compile(copy.deepcopy(plain), memory=least), x)
     ours = copy.deepcopy(plain)
     compiled = mst.compile(ours, memory=least)
     assert_equal(trained(compiled, ours, x), trained(plain, plain, x))
@@ -468,6 +484,13 @@ def test_a_norm_and_a_relu_in_place_are_parted_where_they_do_not_fit_together() 
         meter.ignore([p.grad for p in ours.parameters() if p.grad is not None])
         compiled(x).backward(adjoint := torch.ones(256, 1))
     assert meter.peak_bytes + x.nbytes <= least + adjoint.nbytes
+
+
+def test_limits_that_one_way_to_count_refuses_hold_no_input() -> None:
+    with pytest.raises(BudgetError) as refused:
+        mst.compile(UNet(), memory=1)(batch(256, WIDTH))
+    compiled = mst.compile(UNet(), memory=refused.value.least_bytes)
+    assert lets_go(compiled, batch(256, WIDTH))
 
 
 def test_an_adjoint_that_the_caller_holds_does_not_exceed_the_limit_by_a_little() -> None:

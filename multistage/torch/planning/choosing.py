@@ -142,7 +142,7 @@ def _best(profiles: Sequence[Profile], planned: Callable[[StageCosts], Plan]) ->
         try:
             plan = planned(held_by_caller(profile.costs))
         except BudgetError as error:
-            refused.append(error)
+            refused.append(error.with_traceback(None))  # which holds the frames of the call
         else:
             found.append((plan.makespan_s, number, plan))
             if is_plain(plan):
