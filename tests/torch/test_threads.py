@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import multistage.torch as mst
 from multistage.errors import StateError
 from multistage.torch.environment.turns import Turn
+from multistage.torch.tensors.meter import Meter
 
 
 def _together(*works: Callable[[], None]) -> None:
@@ -177,3 +178,29 @@ def test_a_turn_that_is_never_free_raises_an_error() -> None:
         thread.join()
     with turn.taken():
         pass
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_a_compiler_is_at_work_after_threads_that_counted_at_a_time() -> None:
+    torch.compile(torch.sin, backend="eager")(torch.ones(3))  # imports the compiler
+    inside, go_on = threading.Event(), threading.Event()
+
+    def count() -> None:
+        with Meter(torch.device("cpu")):
+            inside.set()
+            go_on.wait(60)
+
+    thread = threading.Thread(target=count)
+    with Meter(torch.device("cpu")):
+        thread.start()
+        assert inside.wait(60)
+    go_on.set()
+    thread.join()
+    runs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        runs.append(1)
+        return graph.forward
+
+    torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(3))
+    assert runs

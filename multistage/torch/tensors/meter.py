@@ -9,9 +9,11 @@ own statistics are read.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -67,17 +69,51 @@ class Seeing(TorchDispatchMode):
         return False  # else torch imports its compiler, for seconds
 
 
-def _without_compiler() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def _without_compiler() -> Iterator[None]:
     """Return a context in which compiled functions run as they were written.
 
     TorchDynamo skips what it meets below a dispatch mode, now and at every later call.
     """
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in {None, False}:
-        return contextlib.nullcontext()  # it is compiling this thread's calls: a stance is refused
-    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance
+    compiles = torch._C._dynamo.eval_frame.get_eval_frame_callback() not in {None, False}
+    if "torch._dynamo" not in sys.modules or compiles:  # then a stance is refused
+        yield
+        return
+    _EAGER.begin()
+    try:
+        yield
+    finally:
+        _EAGER.end()
+
+
+class _Eager:
+    """The stance of TorchDynamo, one for all threads, while some of them see operations."""
+
+    def __init__(self) -> None:
+        self._lock, self._count = threading.Lock(), 0
+        self._stance: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._count += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._count = max(0, self._count - 1)
+            if not self._count:
+                self._stance.__exit__(None, None, None)
+                self._stance = contextlib.nullcontext()
+
+    def begin_anew(self) -> None:
+        """In a child process, where no other thread goes on."""
+        self._lock, self._count = threading.Lock(), min(self._count, 1)
+        self.end()
+
+
+_EAGER = _Eager()
+os.register_at_fork(after_in_child=_EAGER.begin_anew)
 
 
 class Meter(Seeing):
