@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_761,
-    "classes": 476,
-    "functions": 3928,
+    "package_lines": 61_827,
+    "classes": 477,
+    "functions": 3935,
     "files_under_60": 3,
-    "import_lines": 3550,
+    "import_lines": 3552,
     "twins": 0,
-    "test_lines": 58_219,
+    "test_lines": 58_285,
 }
 
 

@@ -35,7 +35,7 @@ from .measurement.exploring import fresh_copy, untouched
 from .measurement.saved import Saved
 from .planning.calls import ChainCall
 from .planning.choosing import least_of
-from .planning.limited import Limited, LimitedModule
+from .planning.limited import Kind, Limited, LimitedModule
 from .sequential import refuse_wrapped, tiered_by
 from .tiers.tiered import Tiered
 from .tracing.captured import GraphStages
@@ -201,9 +201,9 @@ class Used:
     calls: int = 0
     inside: bool = False
 
-    def use(self, chain: Chain, instead_of: Chain | None = None) -> None:
+    def use(self, chain: Chain) -> None:
         """Take note of the chain that runs."""
-        self.chains = [*(c for c in self.chains if c is not chain and c is not instead_of), chain]
+        self.chains = [*(c for c in self.chains if c is not chain), chain]
 
 
 class Compiled(InFront):
@@ -343,11 +343,21 @@ class Chain(LimitedModule):
             stages,
         )
         self.is_finest = stages.is_finest
+        self._stages, self._refused = stages, set[Kind]()
+
+    def refuse(self, arguments: Sequence[object]) -> None:
+        """Refuse such arguments from now on: they do not fit."""
+        with TURN.taken():
+            self._refused.add(ChainCall(self, self._stages.bind(arguments)).kind)
+
+    def refuses(self, arguments: Sequence[object]) -> bool:
+        """Whether such arguments were refused."""
+        with TURN.taken():
+            return ChainCall(self, self._stages.bind(arguments)).kind in self._refused
 
     def run(self, arguments: Sequence[object]) -> object:
         """Run the graph by the plan for its arguments."""
-        stages = self._multistage.graph
-        assert stages is not None
+        stages = self._stages
         with TURN.taken():  # TorchDynamo gives modules that are alike one graph
             state = stages.bind(arguments)
             refuse_wrapped(state)
@@ -370,6 +380,7 @@ class _Graph:
             if node.op == "placeholder"
         ]
         self._chains: dict[tuple[bool, ...], Chain] = {}
+        self._finer: dict[tuple[bool, ...], Chain] = {}  # where one of those refuses an input
 
     def __call__(self, *arguments: object) -> object:
         """Run it, within the limit if a gradient is wanted."""
@@ -391,9 +402,12 @@ class _Graph:
                 for x, static in zip(arguments, self._static, strict=True)
             ]
         )
-        chain = self._chains.get(own)
-        if chain is None:
-            chain = self._chains[own] = self._cut(arguments, own)
+        if own not in self._chains:
+            self._chains[own] = self._cut(arguments, own)
+        chain, finer = self._chains[own], self._finer.get(own)
+        if finer is not None and chain.refuses(arguments):
+            self._used.use(finer)
+            return finer.run(arguments)
         self._used.use(chain)
         try:
             return chain.run(arguments)
@@ -401,13 +415,14 @@ class _Graph:
             if chain.is_finest or error.least_bytes is None:  # nothing has run where it names one
                 raise
             refused = error.with_traceback(None)  # which holds the tensors of the call
-        finer = self._cut(arguments, own, finely=True)
+        finer = finer or self._cut(arguments, own, finely=True)
         try:
             result = finer.run(arguments)
         except BudgetError as error:
             raise min(refused, error, key=least_of) from None
-        self._chains[own] = finer
-        self._used.use(finer, chain)
+        self._finer[own] = finer
+        chain.refuse(arguments)
+        self._used.use(finer)
         return result
 
     def _cut(

@@ -441,6 +441,10 @@ def test_activations_that_copy_what_they_write_to_do_not_write(made: type[nn.Mod
     assert meter.peak_bytes + x.nbytes <= least + x.nbytes  # of the adjoint, which the caller holds
 
 
+def norms(count: int, norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(norm(WIDTH), nn.ReLU(inplace=True)) for _ in range(count)])
+
+
 def lets_go(compiled: Any, x: Tensor) -> bool:
     """Whether nothing, such as an error that was caught, holds the input of the first call."""
     given = x.clone()
@@ -456,11 +460,8 @@ def lets_go(compiled: Any, x: Tensor) -> bool:
 
 
 def test_a_norm_and_a_relu_in_place_are_parted_where_they_do_not_fit_together() -> None:
-    norms = [nn.Sequential(nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True)) for _ in range(4)]
-    plain, x = (
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), *norms, nn.Linear(WIDTH, 1)),
-        batch(256, WIDTH),
-    )
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), norms(4), nn.Linear(WIDTH, 1))
+    x = batch(256, WIDTH)
     refused = []
     for memory in (1, 0.4):
         with pytest.raises(BudgetError) as error:
@@ -484,6 +485,44 @@ def test_a_norm_and_a_relu_in_place_are_parted_where_they_do_not_fit_together() 
         meter.ignore([p.grad for p in ours.parameters() if p.grad is not None])
         compiled(x).backward(adjoint := torch.ones(256, 1))
     assert meter.peak_bytes + x.nbytes <= least + adjoint.nbytes
+
+
+class Beside(nn.Module):
+    """What passes beside norms and ReLUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norms, self.last = nn.Linear(WIDTH, WIDTH), norms(5), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        z: Tensor = self.last(y + self.norms(y))
+        return z
+
+
+def test_fractions_are_of_plain_training_where_norms_are_parted() -> None:
+    x = batch(512, WIDTH)
+    whole = mst.compile(Beside(), memory=1.0)
+    step(whole, x)
+    assert whole.plan is not None
+    with pytest.raises(BudgetError) as error:
+        mst.compile(Beside(), memory=0.6)(x)
+    assert f"memory={int(0.6 * whole.plan.plain_bytes)} bytes" in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*:multistage.errors.CheckpointWarning")
+def test_inputs_that_fit_stay_with_their_plan_where_others_need_parted_norms() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norms(4, nn.LayerNorm), nn.Linear(WIDTH, 1))
+    small, large = batch(256, WIDTH), batch(512, WIDTH)
+    with pytest.raises(BudgetError) as error:
+        mst.compile(copy.deepcopy(model), memory=1, dynamic=True)(large)
+    compiled = mst.compile(model, memory=error.value.least_bytes, dynamic=True)
+    counts = []
+    for x in (small, large, small, large):
+        step(compiled, x)
+        assert compiled.plan is not None
+        counts.append(len(compiled.plan.stage_costs.stages))
+    assert counts == [6, 10, 6, 10]
 
 
 def test_limits_that_one_way_to_count_refuses_hold_no_input() -> None:

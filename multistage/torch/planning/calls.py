@@ -117,8 +117,9 @@ class ChainCall:
             chain.facts = found.number, facts
         return facts
 
-    def _kind(self) -> Kind:
-        """Return what a plan depends on: shapes, strides, dtypes, devices, wishes and modes.
+    @cached_property
+    def kind(self) -> Kind:
+        """What a plan depends on: shapes, strides, dtypes, devices, wishes and modes.
 
         Those of parameters too: numbers of words have one dtype, whatever the model's.
         """
@@ -154,7 +155,7 @@ class ChainCall:
         chain, module = self._chain, self._module
         if torch.cuda.is_available():
             chain.device = cuda_or_cpu([*tensors_in(self._state), *module.parameters()])
-        kind = self._kind()
+        kind = self.kind
         planned = chain.known.get(kind)
         if planned is None or not planned.holds(stages_of(module)):
             if chain.known and not chain.replan:
@@ -242,17 +243,21 @@ class ChainCall:
         if least == named:
             return error
         return BudgetError.below(
-            f"memory={in_bytes(chain, found)} bytes < {least} bytes ({format_bytes(least)}), "
-            f"the smallest limit that planner {chain.planner!r} works within: stages alone take "
-            f"{named}, iterations were seen to hold more; raise the limit",
+            f"memory={in_bytes(chain, self._counted(found)[0])} bytes < {least} bytes "
+            f"({format_bytes(least)}), the smallest limit that planner {chain.planner!r} works "
+            f"within: stages alone take {named}, iterations were seen to hold more; raise the "
+            "limit",
             least,
         )
 
+    def _counted(self, found: Profile) -> list[Profile]:
+        """Return a profile by all ways to count what passes several cuts; first, once."""
+        graph = self._chain.graph
+        return [found] if graph is None or self._chain.costs is not None else graph.counted(found)
+
     def _fitted(self, found: Profile, together: bool = False) -> Planned:
         """Return the best plan for stages as measured, unchecked."""
-        chain = self._chain
-        given = chain.graph is None or chain.costs is not None
-        profiles = [found] if given or chain.graph is None else chain.graph.counted(found)
+        chain, profiles = self._chain, self._counted(found)
         if together:
             profiles = [replace(each, costs=of_rank_0(each.costs)) for each in profiles]
         profile, plan = chosen(chain, profiles, together)

@@ -198,15 +198,19 @@ def _busy(plan: Plan) -> float:
 
 
 def in_bytes(chain: Limited, profile: Profile) -> int | None:
-    """Return the limit of a chain in bytes; a fraction is of what plain training takes."""
+    """Return the limit of a chain in bytes; a fraction is of what plain training takes.
+
+    By the profile that counts all once that passes several cuts.
+    """
 
     def plain_bytes() -> int:
         costs = held_by_caller(profile.costs)
-        if chain.graph is not None and chain.graph.is_parted:
-            gone = [*costs.spared_input_bytes[1:], 0]  # of outputs, which plain training lets go
-            stages = tuple([s.without(n) for s, n in zip(costs.stages, gone, strict=True)])
-            costs = replace(costs, stages=stages)
-        return plan_chain(costs, None, "store-all").plain_bytes
+        parted = chain.graph.parted if chain.graph is not None else frozenset()
+        stages = tuple(  # without outputs that only cuts keep
+            stage.without(stage.output_bytes) if group[-1] in parted else stage
+            for group, stage in zip(profile.groups, costs.stages, strict=True)
+        )
+        return plan_chain(replace(costs, stages=stages), None, "store-all").plain_bytes
 
     return memory_bytes(chain.limit, plain_bytes)
 

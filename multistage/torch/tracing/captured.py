@@ -8,7 +8,7 @@ Autocast and modes of gradients that are open at a cut are entered again after i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -219,8 +219,10 @@ class GraphStages(list[GraphStage]):
 
     Attributes
     ----------
-    is_parted, is_finest : bool
-        Whether something was parted, and whether nothing is left to be.
+    is_finest : bool
+        Whether nothing is left to be parted.
+    parted : set of int
+        Stages whose output is that of a norm, parted from its ReLU.
     """
 
     def __init__(
@@ -233,11 +235,15 @@ class GraphStages(list[GraphStage]):
     ) -> None:
         graph = _copy_of(graph)
         observed = observe(graph, arguments, own)
-        parting = [n for n in graph.graph.nodes if _huge_before_relu(observed, n) is not None]
-        self.is_finest, self.is_parted = finely or not parting, finely and bool(parting)
-        if self.is_parted:
-            observed = _parted(graph, parting, arguments, own, observed.returned)
+        made = dict.fromkeys(
+            filter(None, [_huge_before_relu(observed, n) for n in observed.values])
+        )
+        self.is_finest = finely or not made
+        if finely and made:
+            observed = _parted(graph, made, arguments, own, observed.returned)
         found = cuts(observed)
+        ends = [number for number, cut in enumerate(found) if finely and cut.node in made]
+        self.parted = frozenset(ends)
         super().__init__(_Building.stages(graph, observed, found, own))
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         if any(type(x) not in (Tensor, nn.Parameter, nn.Buffer) for x in tensors):
@@ -343,7 +349,7 @@ def _huge_before_relu(observed: Observed, node: fx.Node) -> fx.Node | None:
 
 def _parted(
     graph: fx.GraphModule,
-    rectifiers: Sequence[fx.Node],
+    made: Iterable[fx.Node],
     arguments: Sequence[object],
     own: tuple[bool, ...],
     returned: dict[int, int],
@@ -352,13 +358,13 @@ def _parted(
 
     They save what they make, and nothing of what they take.
     """
-    for node in rectifiers:
+    for node in [user for each in made for user in each.users]:
         node.args, node.kwargs = node.args[:1], {}
     graph.recompile()
     observed = observe(graph, arguments, own)
     observed.returned = returned
-    for made in [made for node in rectifiers for made in node.all_input_nodes]:
-        observed.values[made].is_saved = True  # to be cut after, though nothing saves it
+    for node in made:
+        observed.values[node].is_saved = True  # to be cut after, though nothing saves it
     return observed
 
 
