@@ -95,8 +95,10 @@ def main(case: str, folder: Path) -> None:
             counts = run.report().counts
             every = comm.allgather((counts.forward_steps, counts.writes, counts.reads, counts.lost))
             assert len(set(every)) == 1, f"{built}: {every}"
-            # Measured steps may be too fast for the tier to be used at all.
-            assert not (costs and faults) or every[0][-1] > 0, f"{built}: nothing was lost"
+            # Measured steps may be too fast for the tier to be used at all, and a loaded machine
+            # too slow: late transfers leave it.
+            _, writes, _, lost = every[0]
+            assert lost > 0 or writes < 2 or not (costs and faults), f"{built}: nothing was lost"
             run.close()
 
     tape = tapes.pyadjoint.Tape()
