@@ -525,6 +525,17 @@ def test_inputs_that_fit_stay_with_their_plan_where_others_need_parted_norms() -
     assert counts == [6, 10, 6, 10]
 
 
+def test_a_limit_that_is_named_beside_a_tier_is_enough(tmp_path: Path) -> None:
+    tiers = f"file:{tmp_path}?buffers=64KiB"
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), norms(4)), batch(2048, WIDTH)
+    with pytest.raises(BudgetError) as refused:
+        mst.compile(copy.deepcopy(model), memory=1, tiers=tiers)(x)
+    assert list(tmp_path.iterdir()) == []
+    compiled = mst.compile(model, memory=refused.value.least_bytes, tiers=tiers)
+    step(compiled, x)
+    compiled.close()
+
+
 def test_limits_that_one_way_to_count_refuses_hold_no_input() -> None:
     with pytest.raises(BudgetError) as refused:
         mst.compile(UNet(), memory=1)(batch(256, WIDTH))

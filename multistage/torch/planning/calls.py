@@ -228,7 +228,7 @@ class ChainCall:
     def _naming_enough(self, error: BudgetError, found: Profile) -> BudgetError:
         """Return a refusal that names a limit within which iterations were seen to stay."""
         chain, named = self._chain, error.least_bytes
-        if chain.tiered is not None or named is None:
+        if named is None:
             return error
         least = named
         for _ in range(_MOST_PLANS):
@@ -240,6 +240,8 @@ class ChainCall:
                 if beyond.least_bytes is None or beyond.least_bytes <= least:
                     break
                 least = beyond.least_bytes
+        if chain.tiered is not None:
+            chain.tiered.leave()
         if least == named:
             return error
         return BudgetError.below(
