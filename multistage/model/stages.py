@@ -19,8 +19,8 @@ here                     there
 `backward_overhead_bytes`  o_b: beyond input, tape and both gradients
 `spared_bytes`           not there: the part of `output_bytes` that the tape does not save,
                          gone when the adjoint of the stage begins
-`saves_input`            not there: whether its tape needs the input, which is gone then too,
-                         but for what the stage before saves of it, where it does not
+`saves_input`            not there: whether its tape needs the input; where it does not, what the
+                         stage before does not save of it is gone during the adjoint as well
 `spared_s`               not there: the part of `forward_s` after the last tensor
                          it saves, not run where its tape alone is needed
 `overhead_s`             not there: the part of both times that the executor takes,
@@ -281,9 +281,9 @@ class StageCosts(CostModel):
 
     @property
     def spared_input_bytes(self) -> list[int]:
-        """The part of each stage's input that no tape saves; none of the caller's.
+        """The part of each stage's input that is gone during its adjoint, as no tape saves it.
 
-        Nor of one that the rest of a tape is made again from.
+        None of state 0, which the caller holds, and of inputs that tapes are made again from.
         """
         before = [0, *(stage.spared_bytes for stage in self.stages)]
         return [
@@ -293,7 +293,10 @@ class StageCosts(CostModel):
 
     @property
     def reverse_bytes(self) -> list[int]:
-        """Beside input, tape and both gradients of each stage; less than none where they go."""
+        """What each adjoint takes beside input, tape and both gradients.
+
+        It is negative where more of them is gone by then.
+        """
         return [
             stage.backward_overhead_bytes - stage.spared_bytes - nbytes
             for stage, nbytes in zip(self.stages, self.spared_input_bytes, strict=True)

@@ -213,7 +213,7 @@ class ByteAccounting:
                 self._go_on(self._share(made))
             case Reverse(step):
                 self._reverse(step, rules)
-                return  # no more than it needed, but for its input, counted until the next
+                return  # `needed` is the peak; an input that is gone counts until the next one
             case EndForward():
                 assert rules.adjoint is not None
                 rules.live = None

@@ -107,7 +107,7 @@ class _Eager:
                 self._stance = contextlib.nullcontext()
 
     def begin_anew(self) -> None:
-        """In a child process, where no other thread goes on."""
+        """Begin anew in a child process, where no other thread goes on."""
         self._lock, self._count = threading.Lock(), min(self._count, 1)
         self.end()
 
