@@ -164,3 +164,11 @@ def test_lengths_of_one_kind_share_what_was_measured(
     assert counts == once
     run(33, planner="keep")
     assert counts.total() > once.total()
+
+
+def test_chunks_between_doubled_sizes_are_tried() -> None:
+    """A limit that six steps at once fit and eight do not: each keeps three vectors of 1 KiB."""
+    cell, h, x = Inner(3), torch.zeros(256), torch.randn(100, 256)
+    plan = mst.unroll(cell, h, x, memory="34 KiB").plan
+    assert plan is not None
+    assert max(chunk for _, chunk, *_ in plan.alternatives) == 6

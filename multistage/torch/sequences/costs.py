@@ -1,8 +1,8 @@
 """What steps and chunks of steps cost, measured: seconds, and bytes of each kind.
 
-Equal steps are measured in chunks of 1, 2, 4, ... steps, since a chunk that is run at once may
-cost less than its steps, one by one.  Of steps that differ one of each kind is measured, and
-chunks are the stages of a chain, since each has overheads.  The costs of a chunk follow from
+Equal steps are measured in chunks of 1, 2, 4, 6, 8, 12, ... steps, since a chunk that is run at
+once may cost less than its steps, one by one.  Of steps that differ one of each kind is measured,
+and chunks are the stages of a chain, since each has overheads.  The costs of a chunk follow from
 those of its steps, on the safe side: while it runs forward it holds the outputs that its steps
 have returned, and while it is reversed the gradients of its inputs; what its tape gives back on
 the way is not counted off.
@@ -163,6 +163,7 @@ class Steps:
 
 
 _PROBE_S = 1.0
+_SIZES = (1, 2, *(n << k for k in range(1, 20) for n in (2, 3)))  # of chunks that are measured
 _LONGEST_S = 0.05  # a chunk of this length hides every overhead
 # Three at least: what comes once, or twice from two steps on (gradients of parameters that are
 # added up), would be taken to come with every step.
@@ -198,24 +199,32 @@ class Sampled:
 def sample_chunks(
     given: Computation, state: Sequence[Tensor], *, chunk: int | None, most_bytes: int, tapes: bool
 ) -> list[Cost]:
-    """Measure chunks of 1, 2, 4, ... equal steps until they are long enough, or large.
+    """Measure chunks of 1, 2, 4, 6, 8, 12, ... equal steps until they are long enough, or large.
 
     With `chunk`, that size and 1 alone.  Chunks of more than `most_bytes` are of no use;
     `tapes` says whether it matters what the graphs save.
     """
     steps, kind, found = given.inputs.steps, given.facts.kinds[-1], list[Cost]()
     began = time.perf_counter()
-    sizes = [1 << k for k in range(20)] if chunk is None else [1, min(chunk, steps)]
+    sizes = _SIZES if chunk is None else [1, min(chunk, steps)]
     for size in sizes:
         if size > steps or (found and size == found[-1].chunk):
             break
+        if chunk is None and len(found) >= LEAST:
+            late = time.perf_counter() - began > _PROBE_S
+            if late or extended(found, size) > most_bytes:
+                break
         found.append(measured(given, kind, state, (0, size), tapes=tapes))
-        late = time.perf_counter() - began > _PROBE_S
-        large = 2 * found[-1].peak_bytes > most_bytes
-        slow = found[-1].forward_s > _LONGEST_S
-        if chunk is None and (slow or (len(found) >= LEAST and (late or large))):
+        if chunk is None and found[-1].forward_s > _LONGEST_S:
             break
     return found
+
+
+def extended(samples: Sequence[Cost], chunk: int) -> float:
+    """Return the bytes of a larger chunk: they grow by the same with each step."""
+    before, last = samples[-2:]
+    slope = (last.peak_bytes - before.peak_bytes) / (last.chunk - before.chunk)
+    return last.peak_bytes + max(0.0, slope) * (chunk - last.chunk)
 
 
 def measured(

@@ -34,13 +34,13 @@ from ...reversing.streamed import (
 from ...support.units import format_bytes
 from ..tensors.states import TensorLayout
 from ..tiers.paging import PAGE_BYTES
-from .costs import LEAST, Cost, Steps, node_bytes
+from .costs import LEAST, Cost, Steps, extended, node_bytes
 from .remembered import KNOWN
 from .through_time import Computation
 from .unroll_plan import UnrollPlan
 
 TRAVELS_BYTES = 256 << 10  # tapes' tensors of at least this travel
-_AS_GOOD = 1.02  # plans within this factor tie
+_AS_GOOD = 1.03  # plans within this factor tie: so well are seconds known
 _ENOUGH = 64  # chunks beyond which no more are tried, unless nothing fits
 # Parts of the limit at which a plan is sought that writes, where none of it pays.
 _LESS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -82,9 +82,9 @@ def choose(ways: Equal | Unequal, memory: int) -> UnrollPlan:
     if not found:
         raise _nothing_fits(planner, n_steps, memory, ways.smallest())
     found.sort(key=lambda entry: entry.seconds)
-    # Of those as good, the one that takes the least memory.
+    # Of those as good, the one of the fewest chunks, then the one that takes the least memory.
     as_good = [entry for entry in found if entry.seconds <= _AS_GOOD * found[0].seconds]
-    best = min(as_good, key=lambda entry: entry.peak_bytes)
+    best = min(as_good, key=lambda entry: (-entry.chunk, entry.peak_bytes))
     return UnrollPlan(
         planner=best.planner,
         n_steps=n_steps,
@@ -132,9 +132,7 @@ class Equal:
         nodes = self._nodes(steps)
         if len(self.samples) == 1:
             return steps * last.peak_bytes // last.chunk + nodes
-        before = self.samples[-2]
-        slope = max(0.0, last.peak_bytes - before.peak_bytes) / (last.chunk - before.chunk)
-        return int(last.peak_bytes + slope * (steps - last.chunk)) + nodes
+        return int(extended(self.samples, steps)) + nodes
 
     @property
     def keep_s(self) -> float:
