@@ -175,9 +175,9 @@ def keep_tape(
         for kind in _classes(spec):
             memory.leaf(kind, said)
     arrays: list[Any] = []
-    found = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
-    if not all(array.flags.owndata for array in found):
-        views = [k for k, leaf in enumerate(leaves) if _is_view(leaf)]
+    numbered = [(k, leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
+    views = [k for k, array in numbered if not array.flags.owndata]
+    if views:
         # The operator may write through the array that it made a view of.  The view is copied
         # unless that array is a state's, or read-only, or nothing but the tape refers to it.
         given = {id(a) for a in optree.tree_leaves(cast(Any, states)) if isinstance(a, np.ndarray)}
@@ -188,8 +188,7 @@ def keep_tape(
                 arrays.append(whole)
             elif id(whole) not in lone:
                 leaves[k] = duplicate(leaves[k])
-        found = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
-    arrays += found
+    arrays += [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
     for array in arrays:
         frozen.hold(array)
     return _kept(Kept, (rebuilt(tree, spec, leaves), arrays))
@@ -203,7 +202,3 @@ def _classes(spec: optree.PyTreeSpec) -> Iterator[type]:
     if spec.num_nodes > spec.num_leaves + 1:
         for each in spec.children():
             yield from _classes(each)
-
-
-def _is_view(leaf: object) -> bool:
-    return isinstance(leaf, np.ndarray) and not leaf.flags.owndata

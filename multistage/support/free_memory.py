@@ -147,12 +147,8 @@ def _mounts(root: Path) -> Iterator[tuple[str, list[str], str, str]]:
         first, last = before.split(), after.split()
         if len(first) > 4 and len(last) > 2:
             # Both are escaped: systemd's names of groups hold backslashes ("docker\\x2d1.scope").
-            folder, point = (_ESCAPED.sub(_character, text) for text in first[3:5])
-            yield last[0], last[2].split(","), folder, point
-
-
-def _character(escaped: re.Match[str]) -> str:
-    return chr(int(escaped[1], 8))
+            places = [_ESCAPED.sub(lambda code: chr(int(code[1], 8)), text) for text in first[3:5]]
+            yield last[0], last[2].split(","), places[0], places[1]
 
 
 def _text(path: Path) -> str:

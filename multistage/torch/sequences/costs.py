@@ -222,9 +222,8 @@ def sample_chunks(
 
 def extended(samples: Sequence[Cost], chunk: int) -> float:
     """Return the bytes of a larger chunk: they grow by the same with each step."""
-    before, last = samples[-2:]
-    slope = (last.peak_bytes - before.peak_bytes) / (last.chunk - before.chunk)
-    return last.peak_bytes + max(0.0, slope) * (chunk - last.chunk)
+    (x0, y0), (x1, y1) = [(0, 0), *((each.chunk, each.peak_bytes) for each in samples)][-2:]
+    return y1 + max(0.0, (y1 - y0) / (x1 - x0)) * (chunk - x1)
 
 
 def measured(

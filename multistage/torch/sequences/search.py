@@ -128,11 +128,8 @@ class Equal:
     @property
     def keep_bytes(self) -> int:
         """What plain autograd takes."""
-        steps, last = self.given.inputs.steps, self.samples[-1]
-        nodes = self._nodes(steps)
-        if len(self.samples) == 1:
-            return steps * last.peak_bytes // last.chunk + nodes
-        return int(extended(self.samples, steps)) + nodes
+        steps = self.given.inputs.steps
+        return int(extended(self.samples, steps)) + self._nodes(steps)
 
     @property
     def keep_s(self) -> float:
