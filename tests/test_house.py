@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_829,
+    "package_lines": 61_831,
     "classes": 477,
     "functions": 3934,
     "files_under_60": 3,
     "import_lines": 3552,
     "twins": 0,
-    "test_lines": 58_307,
+    "test_lines": 58_322,
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError, BudgetError
-from multistage.torch.sequences import planning, running
+from multistage.torch.sequences import costs, planning, running
 from multistage.torch.tensors.meter import Meter
 
 
@@ -172,3 +172,18 @@ def test_chunks_between_doubled_sizes_are_tried() -> None:
     plan = mst.unroll(cell, h, x, memory="34 KiB").plan
     assert plan is not None
     assert max(chunk for _, chunk, *_ in plan.alternatives) == 6
+
+
+def test_about_half_as_many_steps_are_measured_as_a_sequence_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes, measured = list[int](), costs.measured
+
+    def noted(given: Any, kind: Any, state: Any, steps: tuple[int, int], **more: Any) -> Any:
+        sizes.append(steps[1])
+        return measured(given, kind, state, steps, **more)
+
+    monkeypatch.setattr(costs, "measured", noted)
+    mst.unroll(Inner(4), torch.zeros(256), torch.randn(40, 256), memory=0.5)
+    assert len(sizes) >= 3
+    assert sum(sizes[:-1]) <= 20

@@ -201,6 +201,7 @@ def sample_chunks(
 ) -> list[Cost]:
     """Measure chunks of 1, 2, 4, 6, 8, 12, ... equal steps until they are long enough, or large.
 
+    Of all sizes but the last no more than half as many steps as the sequence has.
     With `chunk`, that size and 1 alone.  Chunks of more than `most_bytes` are of no use;
     `tapes` says whether it matters what the graphs save.
     """
@@ -211,8 +212,9 @@ def sample_chunks(
         if size > steps or (found and size == found[-1].chunk):
             break
         if chunk is None and len(found) >= LEAST:
-            late = time.perf_counter() - began > _PROBE_S
-            if late or extended(found, size) > most_bytes:
+            enough = 2 * sum(cost.chunk for cost in found) > steps
+            enough |= time.perf_counter() - began > _PROBE_S
+            if enough or extended(found, size) > most_bytes:
                 break
         found.append(measured(given, kind, state, (0, size), tapes=tapes))
         if chunk is None and found[-1].forward_s > _LONGEST_S:
