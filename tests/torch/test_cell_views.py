@@ -106,3 +106,17 @@ def test_a_copy_has_the_layout_of_its_original(form: str, dtype: torch.dtype) ->
 def test_checksums_of_strided_rows(dtype: torch.dtype) -> None:
     row = torch.arange(12).to(dtype)
     assert checksum([row[::2]]) == checksum([row[::2].clone()]) != checksum([row[1::2]])
+
+
+def test_checksums_of_nothing() -> None:
+    """A view of no elements, of memory or of none."""
+
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        h = torch.tanh(h + x)
+        return h, {"none": h[:, :0], "loss": h.sum()}
+
+    assert checksum([torch.ones(3)[:0]]) == checksum([torch.ones(0)])
+    state = torch.zeros(2, 3, requires_grad=True)
+    out = mst.unroll(cell, state, torch.ones(9, 2, 3), planner="recompute", outputs="last")
+    assert out.plan is not None and out.plan.checked is not None
+    assert out.plan.checked.outcome == "equal"

@@ -79,7 +79,7 @@ def digest(tensor: Tensor) -> int | None:
     if tensor.layout is not torch.strided:
         return hash(tuple([digest(part) for part in parts_of(tensor)]))
     if not tensor.untyped_storage().nbytes():  # of sharded parameters memory comes and goes
-        return 0 if not tensor.numel() else None
+        return None
     found = xxhash.xxh3_64()
     for piece in _pieces(_ordered(tensor.detach())):
         found.update(_memory(piece))
@@ -90,9 +90,10 @@ def whole_memory(tensor: Tensor) -> ctypes.Array[ctypes.c_byte] | None:
     """Return the host memory of a contiguous tensor; None if it has none, or has gaps."""
     if type(tensor) not in _IN_MEMORY or not tensor.is_cpu or tensor.is_nested:
         return None
-    if tensor.layout is not torch.strided or not tensor.untyped_storage().nbytes():
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
         return None
-    return _memory(tensor) if tensor.is_contiguous() else None
+    there = not tensor.numel() or tensor.untyped_storage().nbytes()
+    return _memory(tensor) if there else None
 
 
 def sums_of(memory: Memory) -> list[int | None]:
