@@ -178,8 +178,7 @@ def test_capacity_is_the_sum_to_the_extent() -> None:
     lower = Told()
     # Each has half an extent to spare: together they have room for no other.
     store = CascadeStore(
-        MemoryStore(4 * EXTENT + EXTENT // 2, buffer_bytes=0),
-        lower.store(7 * EXTENT + EXTENT // 2),
+        MemoryStore(4 * EXTENT + EXTENT // 2, buffer_bytes=0), lower.store(7 * EXTENT + EXTENT // 2)
     )
     assert store.capacity_states(LAYOUT) == 11
     store.open(LAYOUT)

@@ -93,13 +93,7 @@ def test_nothing_is_left_after_an_exception(tmp_path: Path, engine: str) -> None
     store = FileStore(tmp_path, engine)  # type: ignore[arg-type]
     costs = Costs(1.0, 2.0, state_bytes=STATE.nbytes, tiers=(Tier("file", 1.0, 1.0),))
     run: Reversal[Any, Any] = Reversal(
-        step,
-        lambda x, a, i: a,
-        20,
-        memory="3 slots",
-        tiers=store,
-        planner="streaming",
-        costs=costs,
+        step, lambda x, a, i: a, 20, memory="3 slots", tiers=store, planner="streaming", costs=costs
     )
     with pytest.raises(RuntimeError, match="bang"):
         run.forward(STATE)
@@ -406,11 +400,7 @@ def _made(kind: Any, folder: Path, buffer_bytes: int) -> StreamedStore:
 @pytest.mark.parametrize("buffer_bytes", [0, 200_000])
 @pytest.mark.parametrize("scarce", SCARCE)
 def test_a_store_that_cannot_open_leaves_nothing(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    buffer_bytes: int,
-    scarce: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, buffer_bytes: int, scarce: str
 ) -> None:
     """Each call that `open` makes of the system fails in turn."""
     owner, name, error = SCARCE[scarce]

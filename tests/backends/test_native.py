@@ -60,11 +60,7 @@ def hooked(
     threads: int = 2,
 ) -> StreamedStore:
     store = StreamedStore(
-        "hooked",
-        lambda: DirectFile(folder),
-        buffer_bytes=buffer_bytes,
-        bounces=2,
-        threads=threads,
+        "hooked", lambda: DirectFile(folder), buffer_bytes=buffer_bytes, bounces=2, threads=threads
     )
     store._hooks = (write, read)
     return store

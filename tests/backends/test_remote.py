@@ -212,10 +212,7 @@ def test_objects_that_cannot_be_removed_are_warned_about() -> None:
 
 @pytest.mark.parametrize(
     ("url", "message"),
-    [
-        ("nosuch://bucket", "name a protocol"),
-        ("hdfs3x://bucket", "name a protocol"),
-    ],
+    [("nosuch://bucket", "name a protocol"), ("hdfs3x://bucket", "name a protocol")],
 )
 def test_an_unusable_store_raises_when_it_opens(url: str, message: str) -> None:
     with pytest.raises(StoreError, match=message):

@@ -196,8 +196,7 @@ STORES: dict[str, Callable[[Path, int], StreamedStore]] = {
     "blosc": lambda folder, size: squeezed(files(folder, "direct", size)),
     "zfp": lambda folder, size: squeezed(files(folder, "direct", size), "zfp"),
     "cascade": lambda folder, size: CascadeStore(
-        squeezed(MemoryStore(8 * 16384, buffer_bytes=size)),
-        squeezed(files(folder, "direct", size)),
+        squeezed(MemoryStore(8 * 16384, buffer_bytes=size)), squeezed(files(folder, "direct", size))
     ),
 }
 

@@ -36,13 +36,7 @@ from multistage.durable.headers import (
     run_table,
 )
 from multistage.durable.journal import Journal
-from multistage.durable.records import (
-    OrderedLayout,
-    Records,
-    _formed,
-    checksum_of,
-    used_bytes,
-)
+from multistage.durable.records import OrderedLayout, Records, _formed, checksum_of, used_bytes
 from multistage.durable.status import inspect
 from multistage.durable.store import DurableStore
 from multistage.errors import StateError

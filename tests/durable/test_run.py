@@ -23,13 +23,7 @@ from multistage.durable.folder import Folder
 from multistage.durable.headers import UNEQUAL, VERSION
 from multistage.durable.run import DurableRun
 from multistage.durable.status import inspect
-from multistage.errors import (
-    ArgumentError,
-    BudgetError,
-    CheckpointWarning,
-    StateError,
-    StoreError,
-)
+from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, StateError, StoreError
 from multistage.model.stages import Stage
 from multistage.reversing import unequal
 from multistage.reversing.arguments import Arguments
@@ -256,9 +250,7 @@ def test_any_planner_can_be_resumed(planner: str, costs: Costs, tmp_path: Path) 
     assert sweep("nested", 23, folder, **options)[:2] == store_all("nested", 23)
 
 
-def test_an_adjoint_harmed_after_forward_is_an_error_and_then_the_older_one(
-    tmp_path: Path,
-) -> None:
+def test_an_adjoint_harmed_after_forward_is_an_error_and_then_the_older_one(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     leave_broken(folder, 20, 7)
     with simple(folder) as run:

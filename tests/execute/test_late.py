@@ -18,10 +18,7 @@ from unequal_chains import Case
 
 from benchmarks import late_tier
 from multistage import Costs, Reversal, StageCosts, native, plan
-from multistage.actions import (
-    Await,
-    Evict,
-)
+from multistage.actions import Await, Evict
 from multistage.backends import MemoryStore, Store
 from multistage.backends.testing import FaultyStore
 from multistage.errors import CheckpointWarning, ScheduleError, StoreError

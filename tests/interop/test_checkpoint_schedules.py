@@ -88,10 +88,7 @@ def test_theirs_run_exactly(name: str, kind: str, more: int) -> None:
     make_chain, start = CHAINS[kind]
     chain, n = make_chain(), 33
     costs = Costs(
-        1.0,
-        2.0,
-        tape_step_s=None if chain.state_is_tape else 1.0,
-        tiers=(Tier("disk", 1.0, 1.0),),
+        1.0, 2.0, tape_step_s=None if chain.state_is_tape else 1.0, tiers=(Tier("disk", 1.0, 1.0),)
     )
     last, adjoint = store_all(kind, n)
     # Theirs know no size of a tape; those of blocks take half as much again as a state.

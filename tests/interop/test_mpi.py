@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(
         MPIEXEC is None or importlib.util.find_spec("mpi4py") is None,
         reason="needs mpi4py and mpiexec",
-    ),
+    )
 ]
 N = 60
 # More ranks than cores, as root in a container: MPICH must not spin (15 times slower),

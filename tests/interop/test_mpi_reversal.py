@@ -361,9 +361,7 @@ def test_online() -> None:
     assert_exact(succeed(run_ranks(3, work)))
 
 
-def test_all_ranks_plan_again_if_states_change_on_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_ranks_plan_again_if_states_change_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(comm: Comm) -> Any:
         def grown(size: int) -> Any:
             return np.full(size, comm.rank + 1.0)

@@ -246,8 +246,7 @@ def test_measured_costs_put_the_arrays_back(tmp_path: Path) -> None:
 @pytest.mark.long(but="*-9 slots")
 @pytest.mark.parametrize("memory", ["4 slots", "9 slots", "60 slots"])
 @pytest.mark.parametrize(
-    "tiers",
-    [None, "memory:?buffers=0", "memory:?compress=auto&buffers=0", "memory:1MiB > memory:"],
+    "tiers", [None, "memory:?buffers=0", "memory:?compress=auto&buffers=0", "memory:1MiB > memory:"]
 )
 def test_no_step_runs_to_be_measured(memory: str, tiers: str | None) -> None:
     """An operator that sums a misfit sees each step as often as under the plan that is given."""

@@ -60,10 +60,7 @@ def test_long_schedules_are_legal_and_optimal(n: int, slots: int) -> None:
 @pytest.mark.skipif(native.LIBRARY is None, reason="the C core was not built")
 @settings(max_examples=200, deadline=None)
 @given(
-    start=st.integers(0, 1_000),
-    n=st.integers(1, 600),
-    slots=st.integers(0, 30),
-    keep=st.booleans(),
+    start=st.integers(0, 1_000), n=st.integers(1, 600), slots=st.integers(0, 30), keep=st.booleans()
 )
 def test_the_kernel_equals_its_twin(start: int, n: int, slots: int, keep: bool) -> None:
     if slots + keep == 0:

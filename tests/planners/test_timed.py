@@ -16,10 +16,7 @@ from multistage.errors import ArgumentError, BudgetError
 from multistage.model.costs import Costs
 from multistage.model.tier import Tier
 from multistage.planners import PLANNERS, Plan, plan
-from multistage.planners.streaming.interval import (
-    interval,
-    shortest_interval,
-)
+from multistage.planners.streaming.interval import interval, shortest_interval
 from multistage.planners.streaming.reserve import Reservation
 from multistage.planners.streaming.streaming import Form, _forms, ring_prediction, timed
 from multistage.planners.streaming.sweep import Sweep

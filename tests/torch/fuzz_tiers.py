@@ -35,9 +35,7 @@ from tierfuzz.plans import random_plan
 from leaving import by_chance, said_late  # isort: skip
 from torch import Tensor, nn
 
-from multistage.actions import (
-    Action,
-)
+from multistage.actions import Action
 from multistage.planners import Plan
 from multistage.torch.chains.runner import Run
 from multistage.torch.environment.scope import Scope

@@ -40,10 +40,7 @@ def net(layers: int = 4) -> nn.Sequential:
 
 
 def gradients(
-    call: Call,
-    x: Any,
-    tensors: Sequence[Tensor],
-    between: Callable[[], object] = lambda: None,
+    call: Call, x: Any, tensors: Sequence[Tensor], between: Callable[[], object] = lambda: None
 ) -> list[Tensor | None]:
     """Return the gradients of some tensors; `between` runs between forward and backward."""
     for tensor in tensors:

@@ -268,9 +268,7 @@ def test_a_chain_is_planned_again_after_a_detour() -> None:
 
 
 @pytest.mark.usefixtures("hooks_cost_the_same")
-def test_a_tier_that_never_answers_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tier_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, tier = deep(), Gate()
     expected = [results(plain, plain, rows=ROWS) for _ in range(3)]
     model = sequential(tier)

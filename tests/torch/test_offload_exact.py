@@ -110,8 +110,7 @@ def in_mkldnn(x: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    "f",
-    [a_nested_tensor, jagged, zeros_without_memory, with_tangents, in_mkldnn],
+    "f", [a_nested_tensor, jagged, zeros_without_memory, with_tangents, in_mkldnn]
 )
 def test_tensors_with_more_than_their_bytes_stay(f: Any) -> None:
     both_ways(f, torch.randn(8, 16))

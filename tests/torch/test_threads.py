@@ -139,9 +139,7 @@ def test_one_cell_in_two_threads() -> None:
 
 
 @pytest.mark.parametrize("unequal", [None, True])
-def test_gradients_that_another_thread_adds_while_a_cell_is_looked_at(
-    unequal: bool | None,
-) -> None:
+def test_gradients_that_another_thread_adds_while_a_cell_is_looked_at(unequal: bool | None) -> None:
     """They went with the `.grad` that was put aside."""
     first = iter([True])
     net = nn.Module()

@@ -79,12 +79,7 @@ BETWEEN = {
     "validate": "with torch.no_grad(): run(x)",
 }
 UNSEEN = ("data", "fused", "numpy", "refill")  # writes that leave no version
-FLOWS = {
-    "tensor": "",
-    "pair": "pair",
-    "twice": "twice",
-    "dict": "dict",
-}
+FLOWS = {"tensor": "", "pair": "pair", "twice": "twice", "dict": "dict"}
 CALLS = {
     "plain": "run(x)",
     "autocast": "in_autocast(run, x)",
@@ -550,9 +545,7 @@ def _unrolled(case: Case) -> str:
     between = [BETWEEN[e] for e in case.between if e not in skipped]
     between = [line.replace("x.mul_", "xs.mul_") for line in between]
     head = _SEQUENCE if case.inputs == "own" else ""
-    context = {
-        "autocast": 'with torch.autocast("cpu", torch.bfloat16):',
-    }.get(case.call, "if True:")
+    context = {"autocast": 'with torch.autocast("cpu", torch.bfloat16):'}.get(case.call, "if True:")
     return f"""{head}
 class Model(nn.Module):
     def __init__(self) -> None:
