@@ -187,3 +187,42 @@ def test_about_half_as_many_steps_are_measured_as_a_sequence_has(
     mst.unroll(Inner(4), torch.zeros(256), torch.randn(40, 256), memory=0.5)
     assert len(sizes) >= 3
     assert sum(sizes[:-1]) <= 20
+
+
+class Passing(Inner):
+    """A cell of which hardly anything is saved, with a large state beside."""
+
+    def forward(self, state: Any, x: Tensor) -> Any:
+        h, large = state
+        for _ in range(self.n):
+            torch.tanh(h * self.weight)  # saved, and gone at once
+        return torch.tanh(h * self.weight) + x, large + 1
+
+
+def passing(n_steps: int, n: int = 0, **options: Any) -> Any:
+    state = torch.zeros(256), torch.zeros(1 << 18, requires_grad=True)
+    return mst.unroll(Passing(n), state, torch.randn(n_steps, 256), **options).plan
+
+
+@pytest.mark.parametrize(("steps", "unequal"), [(2, None), (13, None), (1, True)])
+def test_the_smallest_limit_may_be_that_of_plain_autograd(steps: int, unequal: bool | None) -> None:
+    with pytest.raises(BudgetError) as error:
+        passing(steps, memory=1000, unequal=unequal)
+    least = error.value.least_bytes
+    assert least is not None
+    assert passing(steps, memory=least, unequal=unequal).planner == "keep"
+    with pytest.raises(BudgetError):
+        passing(steps, memory=least - 1, unequal=unequal)
+
+
+def test_short_sequences_do_not_tell_how_the_bytes_of_longer_ones_grow() -> None:
+    assert passing(3, memory="64 MiB").planner == "keep"
+    assert passing(6, memory="64 MiB").keep_bytes < 3 << 20
+
+
+def test_where_tapes_travel_a_state_and_the_next_are_counted() -> None:
+    how = {"tiers": ["memory:"], "planner": "offload", "check": "off"}
+    few, many = [passing(9, n, memory=(64 + n) << 20, **how).peak_bytes for n in (0, 20)]
+    assert 2 << 20 <= few < 3 << 20
+    # Each saved tensor is counted, whether or not its address was used before.
+    assert 9 * 20 * 1024 <= many - few < 9 * 22 * 1024

@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...backends.base import Store
 from ...measurement.driver import action_seconds, with_driver
@@ -163,7 +164,7 @@ class Steps:
 
 
 _PROBE_S = 1.0
-_SIZES = (1, 2, *(n << k for k in range(1, 20) for n in (2, 3)))  # of chunks that are measured
+SIZES = (1, 2, *(n << k for k in range(1, 20) for n in (2, 3)))  # of chunks that are measured
 _LONGEST_S = 0.05  # a chunk of this length hides every overhead
 # Three at least: what comes once, or twice from two steps on (gradients of parameters that are
 # added up), would be taken to come with every step.
@@ -187,13 +188,14 @@ class Sampled:
     def serves(self, weight: tuple[int, int, int], steps: int, chunk: int | None) -> bool:
         """Whether it holds of a cell of some weight, and for sequences of some length.
 
-        In sequences more than twice as long larger chunks may pay than were measured.
+        In sequences more than twice as long larger chunks may pay than were measured; in short
+        ones fewer were than tell how the bytes grow.
         """
         if any(now > then for now, then in zip(weight, self.weight, strict=True)):
             return False
         if chunk is not None and min(chunk, steps) not in [each.chunk for each in self.samples]:
             return False
-        return steps <= 2 * self.steps
+        return min(steps, SIZES[LEAST - 1]) <= self.steps and steps <= 2 * self.steps
 
 
 def sample_chunks(
@@ -207,7 +209,7 @@ def sample_chunks(
     """
     steps, kind, found = given.inputs.steps, given.facts.kinds[-1], list[Cost]()
     began = time.perf_counter()
-    sizes = _SIZES if chunk is None else [1, min(chunk, steps)]
+    sizes = SIZES if chunk is None else [1, min(chunk, steps)]
     for size in sizes:
         if size > steps or (found and size == found[-1].chunk):
             break
@@ -388,12 +390,12 @@ class _Trial:
         given = self._given
         held = [*self.first.tensors, *given.facts.parameters, given.inputs.given]
         known = {t.untyped_storage()._cdata for t in held if isinstance(t, Tensor)}
-        sizes: dict[int, int] = {}
+        sizes: dict[int, tuple[int, StorageWeakRef]] = {}  # or addresses might be used again
 
         def note(tensor: Tensor) -> None:
             storage = tensor.untyped_storage()
             if storage._cdata not in known:
-                sizes[storage._cdata] = storage.nbytes()
+                sizes[storage._cdata] = storage.nbytes(), StorageWeakRef(storage)
 
         try:
             with Saved(note):
@@ -402,7 +404,7 @@ class _Trial:
             if "saved tensor hooks" not in str(error):  # as `torch.func` has it
                 raise
             return None
-        return tuple(sizes.values())
+        return tuple([nbytes for nbytes, _ in sizes.values()])
 
 
 def _nbytes(kind: tuple[torch.Size, torch.dtype, torch.device]) -> int:

@@ -125,11 +125,9 @@ class Inputs:
         self._allowed = {id(p) for p in parameters}
         if isinstance(self.given, Tensor) and id(self.given) in self._allowed:
             self._tensors = []  # its steps are views, whose gradients the cell's uses join
-        if self._places:
-            for t, places in list(self._places.items()):
-                self._places[t] = [
-                    (k, n) for k, n in places if id(self._tensors[n]) not in self._allowed
-                ]
+        for t, places in self._places.items():
+            kept = [(k, n) for k, n in places if id(self._tensors[n]) not in self._allowed]
+            self._places[t] = kept
 
     def differs(self) -> bool:
         """Whether elements of a list differ in structure, shapes, dtypes or devices."""

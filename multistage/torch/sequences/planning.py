@@ -19,15 +19,7 @@ from ..tensors.meter import free_bytes
 from ..tensors.states import TensorLayout, kind_of
 from ..tiers.paging import PAGE_BYTES
 from .arguments import Settings
-from .costs import (
-    Cost,
-    Sampled,
-    Steps,
-    measured,
-    node_bytes,
-    sample_chunks,
-    tier_of,
-)
+from .costs import Cost, Sampled, Steps, measured, node_bytes, sample_chunks, tier_of
 from .facts import Facts, StepKind
 from .remembered import KNOWN, Known, identity
 from .search import Equal, Unequal, choose

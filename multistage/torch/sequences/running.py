@@ -155,7 +155,6 @@ def _scheduled(
         chain.allowance = Allowance(chosen, given.facts, given.inputs)
     chain.samples = KNOWN.looks(given.cells, chain.n_steps)
     bars, store = Bars(settings.progress), store if plan.writes else None
-    stores = () if store is None else (store,)
     record, slots, tape_slots, rules = layout.record, math.inf, 1.0, None
     if isinstance(plan.costs, Costs):
         slots, tape_slots = plan.slots, plan.costs.tape_slots
@@ -171,7 +170,7 @@ def _scheduled(
         rules = partial(Rules.in_bytes, costs, chosen.memory_bytes - reserved, recovers=True)
     executor = Executor[TensorState, Gradients](
         bars.watch(chain, max(1e-9, plan.makespan_s / (3 * plan.n_steps))),
-        stores,
+        () if store is None else (store,),
         slots=slots,
         tape_slots=tape_slots,
         rules=rules,

@@ -34,7 +34,7 @@ from ...reversing.streamed import (
 from ...support.units import format_bytes
 from ..tensors.states import TensorLayout
 from ..tiers.paging import PAGE_BYTES
-from .costs import LEAST, Cost, Steps, extended, node_bytes
+from .costs import LEAST, SIZES, Cost, Steps, extended, node_bytes
 from .remembered import KNOWN
 from .through_time import Computation
 from .unroll_plan import UnrollPlan
@@ -137,9 +137,8 @@ class Equal:
 
         No schedule of the same turns is faster, whatever the clock's noise.
         """
-        return (
-            min(sample.turn_s / sample.chunk for sample in self.samples) * self.given.inputs.steps
-        )
+        each = [sample.turn_s / sample.chunk for sample in self.samples]
+        return min(each) * self.given.inputs.steps
 
     def found(self, memory: int) -> list[Found]:
         """Return the plans that fit, but for that of plain autograd.
@@ -151,6 +150,9 @@ class Equal:
         """
         settings, n, found = self.given.settings, self.given.inputs.steps, list[Found]()
         planner, chunk = settings.planner, settings.chunk
+        alike = len(self.samples) <= LEAST and (chunk is not None or n < 2 * sum(SIZES[:LEAST]))
+        if planner == "auto" and alike:  # under any limit they are measured
+            self._least.append(self.keep_bytes)
         if planner == "offload" and self.page is None:
             raise ArgumentError(
                 "planner 'offload' needs a tier, as in tiers=['file:///scratch'], and a cell that "
@@ -188,7 +190,7 @@ class Equal:
         # On the way, or fetched ahead.
         moving = 9 * max((size for size in sample.saved if size >= TRAVELS_BYTES), default=0)
         peak = int(staying * n / sample.chunk) + moving
-        peak += sample.peak_bytes // sample.chunk + self._nodes(n)
+        peak += self.samples[0].peak_bytes + self.layout.nbytes + self._nodes(n)  # a step, a state
         return Found(seconds * n / last.chunk, peak, "offload")
 
     def _scheduled(self, sample: Cost, memory: int, tier: Tier | None = None) -> list[Found]:
@@ -300,6 +302,8 @@ class Unequal:
                 "planner 'offload' takes steps that are alike; where they differ states travel, by "
                 "'stream'"
             )
+        if planner == "auto":
+            self._least.append((self.keep_bytes, "keep", ()))
         for cuts in self._cuts():
             if planner in ("auto", "recompute"):
                 found += self._planned("recompute", cuts, memory)
@@ -376,7 +380,7 @@ class Unequal:
         is made before the limit is named.
         """
         for least, name, cuts in sorted(self._least):
-            if name == "recompute" or self._planned(name, cuts, least):
+            if name != "stream" or self._planned(name, cuts, least):
                 return least
         return None
 
@@ -386,9 +390,7 @@ def _with_inputs(costs: StageCosts) -> StageCosts:
 
     It refers to it: where a state leaves for the tier, its memory would not be free.
     """
-    stages = costs.stages
-    found = [
-        replace(stage, tape_bytes=stage.tape_bytes + (stages[k - 1].output_bytes if k else 0))
-        for k, stage in enumerate(stages)
-    ]
+    inputs = [0, *(stage.output_bytes for stage in costs.stages[:-1])]
+    both = zip(costs.stages, inputs, strict=True)
+    found = [replace(stage, tape_bytes=stage.tape_bytes + nbytes) for stage, nbytes in both]
     return replace(costs, stages=tuple(found))
