@@ -404,10 +404,7 @@ REFUSED = {
         "'best' is not known",
     ),
     "until of an array": (lambda: run_on(ours(), until=lambda c: c > 0), r"shape \(6,\)"),
-    "until and reverse": (
-        lambda: run_on(ours(), until=lambda c: True, reverse=True),
-        "flip xs",
-    ),
+    "until and reverse": (lambda: run_on(ours(), until=lambda c: True, reverse=True), "flip xs"),
     "a second derivative without a tier": (
         lambda: jax.hessian(lambda w: loss(ours(), w, C0, XS))(W),
         "first derivatives",

@@ -27,13 +27,7 @@ from multistage import (
     plan,
     plan_chain,
 )
-from multistage.actions import (
-    Action,
-    Advance,
-    Free,
-    Reverse,
-    Save,
-)
+from multistage.actions import Action, Advance, Free, Reverse, Save
 from multistage.backends import MemoryStore
 from multistage.backends.testing import FaultyStore
 from multistage.errors import ArgumentError, BudgetError, CheckpointWarning, ScheduleError
@@ -60,9 +54,7 @@ def in_place(seen: list[int] | None = None) -> InPlaceChain[Any, Any]:
 
 def taped() -> FunctionChain[Any, Any]:
     return FunctionChain(
-        lambda x, i: np.sin(x),
-        lambda tape, a, i: a * tape,
-        lambda x, i: (np.sin(x), np.cos(x)),
+        lambda x, i: np.sin(x), lambda tape, a, i: a * tape, lambda x, i: (np.sin(x), np.cos(x))
     )
 
 

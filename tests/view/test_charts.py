@@ -18,18 +18,7 @@ import pytest
 
 from benchmarks._published import paper_interval
 from multistage import Costs, Stage, StageCosts, Tier, memory_curve, plan, plan_chain, simulate
-from multistage.actions import (
-    Advance,
-    Await,
-    Drop,
-    EndForward,
-    Free,
-    Get,
-    Load,
-    Put,
-    Reverse,
-    Tape,
-)
+from multistage.actions import Advance, Await, Drop, EndForward, Free, Get, Load, Put, Reverse, Tape
 from multistage.errors import ArgumentError, BudgetError
 from multistage.planners import PLANNERS
 from multistage.planners.pages import MOST_STEPS, course_of, plan_chart, schedule_chart
