@@ -72,10 +72,7 @@ class Boundaries:
     """
 
     def __init__(
-        self,
-        differentiable: Sequence[bool],
-        parameters: Sequence[Tensor],
-        ends: Sequence[Tensor],
+        self, differentiable: Sequence[bool], parameters: Sequence[Tensor], ends: Sequence[Tensor]
     ) -> None:
         self._differentiable = differentiable
         self._known = {id(p): n for n, p in enumerate(parameters)}

@@ -79,6 +79,7 @@ class Collector:
         self._callback = mode if callable(mode) else None
         kept = "none" if mode is None or callable(mode) else mode
         self.kinds = ["sum" if summed else kept for summed in facts.summed]
+        self._adds = [fused and kept == "sum" and not summed for summed in facts.summed]  # steps
         self.clear()
 
     def clear(self) -> None:
@@ -104,6 +105,8 @@ class Collector:
             self._callback(t, y)
         for j, (kind, leaf) in enumerate(zip(self.kinds, leaves, strict=True)):
             before = self._values[j]
+            if self._adds[j]:
+                leaf = leaf.sum(0, dtype=leaf.dtype)
             if self._graph and (kind == "stack" or (kind == "sum" and not self._facts.summed[j])):
                 self._lists[j].append(leaf)
             elif kind == "sum":
@@ -134,7 +137,7 @@ class Collector:
         if gradient is None or kind == "none":
             return None
         if kind == "sum":
-            return gradient
+            return gradient.expand_as(leaf) if self._adds[j] else gradient
         if kind == "stack":
             return gradient[t : t + leaf.shape[0]] if self._fused else gradient[self._place(t)]
         last = t + leaf.shape[0] == self.steps if self._fused else self._place(t) + 1 == self.steps

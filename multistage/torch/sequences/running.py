@@ -78,11 +78,7 @@ def plainly(
 
 
 def run(
-    survey: Survey,
-    facts: Facts,
-    state: object,
-    outputs: Outputs,
-    settings: Settings,
+    survey: Survey, facts: Facts, state: object, outputs: Outputs, settings: Settings
 ) -> Unrolled[object, object]:
     """Run a sequence, by a plan where gradients are required."""
     cells, inputs, leaves = survey.cells, survey.inputs, pytree.tree_leaves(state)

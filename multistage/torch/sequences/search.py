@@ -24,13 +24,7 @@ from ...planners.base import BUFFERS
 from ...planners.chain.heterogeneous import plan_chain
 from ...planners.chain.pieces import MOST_AT_ONCE, plan_within
 from ...planners.streaming.interval import shortest_interval
-from ...reversing.streamed import (
-    bounded,
-    largest_of,
-    measured_rates,
-    probe_bytes,
-    require_room,
-)
+from ...reversing.streamed import bounded, largest_of, measured_rates, probe_bytes, require_room
 from ...support.units import format_bytes
 from ..tensors.states import TensorLayout
 from ..tiers.paging import PAGE_BYTES
