@@ -6,17 +6,7 @@ import random
 
 from replays import actions_of
 
-from multistage.actions import (
-    Action,
-    Await,
-    Drop,
-    EndForward,
-    Evict,
-    Get,
-    Put,
-    Reverse,
-    Tape,
-)
+from multistage.actions import Action, Await, Drop, EndForward, Evict, Get, Put, Reverse, Tape
 from multistage.model.stages import Stage, StageCosts
 from multistage.planners import Plan
 

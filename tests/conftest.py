@@ -28,10 +28,7 @@ class Installed(PathFinder):
 
     @classmethod
     def find_spec(
-        cls,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: ModuleType | None = None,
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of a module, None for a folder of tests."""
         found = super().find_spec(fullname, path, target)

@@ -58,10 +58,7 @@ def _reverse(state: Any, adjoint: Any, i: int) -> Any:
     """Digest every bit of the state, the step and the adjoint after it; and add to a sum."""
     for _ in range(REPEATS // 2):
         seen = zlib.crc32(np.ascontiguousarray(state).tobytes(), int(adjoint["digest"]) ^ i)
-    return {
-        "digest": np.array(seen),
-        "sum": adjoint["sum"] * 0.999 + np.sin(state.ravel()[:50]),
-    }
+    return {"digest": np.array(seen), "sum": adjoint["sum"] * 0.999 + np.sin(state.ravel()[:50])}
 
 
 def _refined(x: Any, i: int) -> Any:

@@ -104,11 +104,7 @@ def _node() -> bool:
 
 def _file(engine: str, buffer_bytes: int) -> Callable[[Path], StreamedStore]:
     return lambda folder: FileStore(
-        folder,
-        engine,
-        capacity_bytes=_ROOM,
-        buffer_bytes=buffer_bytes,
-        queue_depth=8,
+        folder, engine, capacity_bytes=_ROOM, buffer_bytes=buffer_bytes, queue_depth=8
     )
 
 

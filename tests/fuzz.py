@@ -25,14 +25,7 @@ import atheris
 with atheris.instrument_imports(include=["multistage"]):
     from multistage import Costs, Stage, StageCosts, Tier
     from multistage.backends import open_store
-    from multistage.durable.headers import (
-        Kind,
-        RunFacts,
-        encode,
-        parse_run,
-        read_header,
-        run_table,
-    )
+    from multistage.durable.headers import Kind, RunFacts, encode, parse_run, read_header, run_table
     from multistage.durable.records import OrderedLayout, Records
     from multistage.errors import MultistageError
     from multistage.states.layout import Layout

@@ -560,9 +560,7 @@ def test_a_checked_run_finds_it_below_functionals_and_blocks(
 ) -> None:
     x = begun()
     chain: Any = InPlaceChain(
-        forward,
-        lambda t, a, i: told(t * x, a, i),
-        lambda x, i: (x.copy(), forward(x, i, i + 1))[0],
+        forward, lambda t, a, i: told(t * x, a, i), lambda x, i: (x.copy(), forward(x, i, i + 1))[0]
     )
     with (
         Reversal(

@@ -53,10 +53,7 @@ def build(folder: Path) -> Path:
     key = f"{importlib.metadata.version('torch')} {torch} {options}".encode() + _SOURCE.read_bytes()
     library = folder / f"pretend-{hashlib.sha256(key).hexdigest()[:16]}.so"
     folder.mkdir(parents=True, exist_ok=True)
-    with (
-        (folder / "lock").open("w") as lock,
-        tempfile.TemporaryDirectory(dir=folder) as scratch,
-    ):
+    with (folder / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
         fcntl.flock(lock, fcntl.LOCK_EX)  # processes that share the tests compile it once
         if library.exists():
             return library

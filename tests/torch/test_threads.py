@@ -13,6 +13,9 @@ from torch import Tensor, nn
 import multistage.torch as mst
 from multistage.errors import StateError
 from multistage.torch.environment.turns import Turn
+from multistage.torch.measurement.checking import _taker
+from multistage.torch.measurement.exploring import without_hooks
+from multistage.torch.sequences.hooks import hooks_on
 from multistage.torch.tensors.meter import Meter
 
 
@@ -202,3 +205,14 @@ def test_a_compiler_is_at_work_after_threads_that_counted_at_a_time() -> None:
 
     torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(3))
     assert runs
+
+
+def test_hooks_of_a_check_in_another_thread_are_neither_the_cells_nor_kept() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.register_hook(lambda _: None)
+    handle = parameter.register_hook(_taker({}, "", id, set()))
+    assert hooks_on([parameter]) == [1]
+    with without_hooks([parameter]):
+        assert len(parameter._backward_hooks or ()) == 1
+        handle.remove()
+    assert len(parameter._backward_hooks or ()) == 1

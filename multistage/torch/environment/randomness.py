@@ -188,10 +188,7 @@ def _of_own(name: str, generator: Own) -> Source:
             )
     bits, draw = generator.bit_generator, generator.random
     return Source(
-        name,
-        lambda: _asked(bits.state),
-        lambda state: setattr(bits, "state", _told(state)),
-        draw,
+        name, lambda: _asked(bits.state), lambda state: setattr(bits, "state", _told(state)), draw
     )
 
 

@@ -34,6 +34,7 @@ from .traits import OfGraph, Traits
 
 Call: TypeAlias = Callable[..., object]  # of a state
 _State = TypeVar("_State")
+_CHECKING = f"{__package__}.checking"
 _FILLS = ("RreluWithNoiseBackward",)  # the slopes that random leaky ReLU draws
 
 
@@ -85,10 +86,11 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 
     So does `.grad` of a tensor that is no leaf and retains its gradient.
     """
-    aside = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    aside = [(p._backward_hooks or {}, hooks_of(p)) for p in parameters]
     retained = [(p, p.grad) for p in parameters if p.retains_grad]
-    for hooks, _ in aside:
-        hooks.clear()
+    for hooks, kept in aside:
+        for key in kept:
+            hooks.pop(key, None)
     for parameter, _ in retained:
         parameter.grad = None
     try:
@@ -98,6 +100,12 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
             hooks.update(kept)
         for parameter, gradient in retained:
             parameter.grad = gradient
+
+
+def hooks_of(tensor: Tensor) -> dict[int, Callable[[Tensor], Tensor | None]]:
+    """Return the hooks that users have set, not those of a check, maybe in another thread."""
+    hooks = list((tensor._backward_hooks or {}).items())
+    return {key: hook for key, hook in hooks if getattr(hook, "__module__", "") != _CHECKING}
 
 
 class HooksOnTensors(TorchFunctionMode):

@@ -97,10 +97,7 @@ class Sizes:
 
     def both(self, other: Sizes, value: Callable[[int, int], int]) -> Sizes:
         """Return a value of the bytes of two, such as the larger, with no run counted yet."""
-        of_each = (
-            (self.output_bytes, other.output_bytes),
-            (self.saved_bytes, other.saved_bytes),
-        )
+        of_each = ((self.output_bytes, other.output_bytes), (self.saved_bytes, other.saved_bytes))
         output, saved = (None if a is None or b is None else value(a, b) for a, b in of_each)
         return Sizes(output, saved, self.varies or other.varies)
 

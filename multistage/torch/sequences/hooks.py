@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 
 from ...errors import StateError
 from ..environment.turns import TURN
+from ..measurement.exploring import hooks_of
 
 Hook: TypeAlias = Callable[[Tensor], Tensor | None]
 
@@ -115,9 +116,7 @@ def _has_hooks(node: Node) -> bool:
 
 def hooks_on(parameters: Iterable[Tensor]) -> list[int]:
     """Return how many hooks each parameter has."""
-    return [
-        len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in parameters
-    ]
+    return [len(hooks_of(p)) + len(p._post_accumulate_grad_hooks or ()) for p in parameters]
 
 
 def refuse_hooks_on_parameters(name: str, when: str) -> NoReturn:

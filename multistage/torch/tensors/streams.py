@@ -27,10 +27,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copy = {
-            "out": torch.cuda.Stream(device),
-            "in": torch.cuda.Stream(device),
-        }
+        self._copy = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
         self._unsure_s = math.inf  # of the host's time of an event
         for _ in range(5):  # a thread that is suspended in between has another time than the event
             began_s = time.perf_counter()
