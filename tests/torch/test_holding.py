@@ -23,6 +23,7 @@ from multistage.actions import Advance, EndForward, Free, Load, Reverse, Save, T
 from multistage.errors import BudgetError, CheckpointWarning
 from multistage.torch.chains.runner import Run, Traits
 from multistage.torch.environment.scope import Scope
+from multistage.torch.planning.calls import ChainCall
 
 ROWS, WIDTH = 2000, 64
 # Of a limit; states of generators and the loss are not counted.
@@ -331,3 +332,30 @@ def test_a_state_is_let_go_with_the_last_tensor_of_the_stage_that_runs_again_fro
     output.sum().backward()
     assert gone == [True]
     assert x.grad is not None and torch.equal(x.grad, above.weight * (x + 1.0) * 2)
+
+
+class Residual(nn.Module):
+    """x + W tanh(V x), whose gradient reaches x as it is."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return y
+
+
+def test_the_gradient_of_the_output_counts_until_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No room is kept for it as long as wide stages before the last ones are reversed."""
+    reserved: list[object] = []
+    monkeypatch.setattr(ChainCall, "_reserving", lambda *given: reserved.append(given) or given[1])
+    wide, narrow = ([Residual(size) for _ in range(4)] for size in (4 * WIDTH, WIDTH))
+    for share in (0.55, 0.6, 0.65, 0.7, 0.75, 0.8):
+        chain = mst.Sequential([*wide, *narrow], memory=share)
+        chain(torch.randn(ROWS, WIDTH)).sum().backward()
+        assert chain.plan is not None
+        assert not chain.plan.keeps_all
+    assert reserved == []

@@ -42,6 +42,7 @@ from ..environment.states import tensors_in, with_tensors
 from ..tensors.checksums import fingerprint
 from ..tensors.graphs import nodes_below
 from ..tensors.meter import Meter, Seeing, bytes_held
+from ..tensors.sums import Sums
 from .exploring import Call, hooks_silent, without_hooks
 from .measure import Profile
 from .plainly import TooDear, Windowed, forgetting
@@ -435,8 +436,10 @@ class Both:
                 take = _taker(found, names[id(target)], look, passes)
                 ours.callback(target.register_hook(take).remove)
             keep = self._targets is not None or bool(ends)
-            adjoints = _adjoints(roots)
-            torch.autograd.grad(roots, targets, adjoints, retain_graph=keep, allow_unused=True)
+            # Handed over, as a loss hands them over: held here, they would count all the way.
+            pairs = Sums(roots).roots([*_adjoints(roots)])
+            end, start = [root for root, _ in pairs], [gradient for _, gradient in pairs]
+            torch.autograd.grad(end, targets, start, retain_graph=keep, allow_unused=True)
         return found
 
     # --------------------------------------------------------------- the first module

@@ -1,7 +1,7 @@
 """Cells run over a sequence, as a chain of chunks of time steps whose states are tensors.
 
 Accumulation order.  Gradients of parameters are added up in the order of plain
-autograd (`sums.py`).  The same holds of a state that is an output too: the output's
+autograd (`tensors/sums.py`).  The same holds of a state that is an output too: the output's
 gradient comes before those from the steps after.
 """
 
@@ -24,6 +24,7 @@ from ..tensors.checksums import Checksums
 from ..tensors.graphs import Walked, graph_begins, held_elsewhere, leaves_below, statistics_in, uses
 from ..tensors.meter import Meter
 from ..tensors.states import TensorState, TensorStates
+from ..tensors.sums import Sums
 from .allowances import Allowance
 from .arguments import Settings
 from .boundaries import Boundaries
@@ -34,7 +35,6 @@ from .inputs import InputGradients, Inputs, Taken
 from .remembered import Known
 from .results import Collector, Outputs
 from .samples import Samples, Watch
-from .sums import Sums
 from .surroundings import Surroundings
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]

@@ -55,7 +55,7 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, box: list[Tensor | None], *parameters: Tensor) -> Tensor:
         ctx.box = box
-        return torch.zeros((), device=parameters[0].device)
+        return torch.empty(0, device=parameters[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
