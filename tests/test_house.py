@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_815,
+    "package_lines": 61_816,
     "classes": 477,
     "functions": 3935,
     "files_under_60": 3,
-    "import_lines": 3540,
+    "import_lines": 3541,
     "twins": 0,
-    "test_lines": 58_285,
+    "test_lines": 58_316,
 }
 
 
