@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_816,
+    "package_lines": 61_817,
     "classes": 477,
     "functions": 3935,
     "files_under_60": 3,
     "import_lines": 3541,
     "twins": 0,
-    "test_lines": 58_316,
+    "test_lines": 58_320,
 }
 
 

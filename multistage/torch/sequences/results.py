@@ -105,13 +105,14 @@ class Collector:
             self._callback(t, y)
         for j, (kind, leaf) in enumerate(zip(self.kinds, leaves, strict=True)):
             before = self._values[j]
-            if self._adds[j]:
-                leaf = leaf.sum(0, dtype=leaf.dtype)
+            # One after the other: their sum must not depend on the chunks that the steps are in.
+            parts = leaf.unbind() if self._adds[j] else (leaf,)
             if self._graph and (kind == "stack" or (kind == "sum" and not self._facts.summed[j])):
-                self._lists[j].append(leaf)
+                self._lists[j] += parts
             elif kind == "sum":
-                first = leaf if self._graph else leaf.clone()
-                self._values[j] = first if before is None else before + leaf
+                for part in parts:
+                    first = part if self._graph else part.clone()
+                    before = self._values[j] = first if before is None else before + part
             elif kind == "last":
                 last = leaf[-1] if self._fused else leaf
                 self._values[j] = last if self._graph else last.clone()
