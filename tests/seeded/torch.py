@@ -112,8 +112,8 @@ torch/test_helpers.py
 +         whole[0] = gradient
 
 torch/test_helpers.py
-- first = leaf if self._graph else leaf.clone()
-+ first = leaf
+- first = part if self._graph else part.clone()
++ first = part
 
 torch/test_cells.py torch/test_unroll.py
 -             if len(places) > 1:
