@@ -199,3 +199,16 @@ def test_outputs_of_a_fused_cell_are_added_over_time(options: Any) -> None:
     assert torch.equal(out.outputs, total)
     both = [torch.autograd.grad(t.square().sum(), cell.weight_hh_l0) for t in (out.outputs, total)]
     assert torch.equal(both[0][0], both[1][0])
+
+
+def test_the_sum_of_one_output_is_a_copy() -> None:
+    weight, x = torch.ones(4, requires_grad=True), torch.randn(1, 4)
+    before = x.clone()
+
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(h * weight + x), x
+
+    out = mst.unroll(cell, torch.zeros(4), x, outputs="sum", planner="recompute")
+    with torch.no_grad():
+        out.outputs.add_(1)
+    assert torch.equal(x, before)

@@ -76,7 +76,7 @@ def choose(ways: Equal | Unequal, memory: int) -> UnrollPlan:
     if not found:
         raise _nothing_fits(planner, n_steps, memory, ways.smallest())
     found.sort(key=lambda entry: entry.seconds)
-    # Of those as good, the one of the fewest chunks, then the one that takes the least memory.
+    # Of those as good the one of the largest chunks, then the one that takes the least memory.
     as_good = [entry for entry in found if entry.seconds <= _AS_GOOD * found[0].seconds]
     best = min(as_good, key=lambda entry: (-entry.chunk, entry.peak_bytes))
     return UnrollPlan(
