@@ -7,12 +7,11 @@ are pure functions, and a chain of stages is planned and run as `Sequential` run
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,7 +34,7 @@ from .measurement.exploring import fresh_copy, untouched
 from .measurement.saved import Saved
 from .planning.calls import ChainCall
 from .planning.choosing import least_of
-from .planning.limited import Kind, Limited, LimitedModule
+from .planning.limited import Limited, LimitedModule
 from .sequential import refuse_wrapped, tiered_by
 from .tiers.tiered import Tiered
 from .tracing.captured import GraphStages
@@ -106,15 +105,13 @@ def compile(
     True
     """
     _refuse(model)
-    planner = "optimal" if planner == "auto" else planner
-    checked, tiered = checked_choice(check), tiered_by(tiers, planner)
     if allow_breaks and not isinstance(memory, float):
         raise ArgumentError(
             f"allow_breaks=True needs memory as a fraction of plain training, not {memory!r}: how "
             "many graphs there are to share bytes shows only when the model runs"
         )
-    settings = Settings(memory, planner, segments, checked, tiered)
-    return Compiled(model, settings, dynamic, allow_breaks)
+    given = Settings.of(memory, tiers, planner, segments, check)
+    return Compiled(model, given, dynamic, allow_breaks)
 
 
 def backend(
@@ -157,16 +154,7 @@ def backend(
             "the backend 'multistage' needs torch.compile(..., fullgraph=True): what runs between "
             "two graphs would be beyond the memory limit"
         )
-    planner: ChainPlanner = given.get("planner", "optimal")
-    planner = "optimal" if planner == "auto" else planner
-    settings = Settings(
-        given.get("memory"),
-        planner,
-        given.get("segments"),
-        checked_choice(given.get("check", "error")),
-        tiered_by(given.get("tiers"), planner),
-    )
-    return _Graph(graph, settings, Used())
+    return _Graph(graph, Settings.of(**given), Used())
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +166,19 @@ class Settings:
     segments: int | None
     check: Check
     tiered: Tiered | None = None
+
+    @classmethod
+    def of(
+        cls,
+        memory: int | str | float | None = None,
+        tiers: Tiers | None = None,
+        planner: ChainPlanner = "optimal",
+        segments: int | None = None,
+        check: Check = "error",
+    ) -> Settings:
+        """Return what arguments of `compile` say."""
+        planner = "optimal" if planner == "auto" else planner
+        return cls(memory, planner, segments, checked_choice(check), tiered_by(tiers, planner))
 
 
 @dataclass(slots=True)
@@ -250,7 +251,7 @@ class Compiled(InFront):
             # TorchDynamo would skip this call, and each after it.
             raise ArgumentError(_without_graph(name))
         before, uncaptured, result = used.calls, None, None
-        seen = contextlib.nullcontext() if outside is None else outside.seen(name)
+        seen = nullcontext() if outside is None else outside.seen(name)
         try:
             with TURN.taken(), _strictly(), seen:  # TorchDynamo counts frames for all threads
                 result = call(*args, **kwargs)
@@ -331,33 +332,20 @@ class Chain(LimitedModule):
         super().__init__()
         for number, stage in enumerate(stages):
             self._modules[str(number)] = stage
+        calls, s = list(self._modules), settings
         self._multistage = Limited(
-            list(self._modules),
-            settings.memory,
-            settings.planner,
-            settings.segments,
-            True,
-            None,
-            settings.check,
-            settings.tiered,
-            stages,
+            calls, s.memory, s.planner, s.segments, True, None, s.check, s.tiered, stages
         )
-        self.is_finest = stages.is_finest
-        self._stages, self._refused = stages, set[Kind]()
+        self.stages = stages
 
-    def refuse(self, arguments: Sequence[object]) -> None:
-        """Refuse such arguments from now on: they do not fit."""
+    def knows(self, arguments: Sequence[object]) -> bool:
+        """Whether it has a plan for such arguments."""
         with TURN.taken():
-            self._refused.add(ChainCall(self, self._stages.bind(arguments)).kind)
-
-    def refuses(self, arguments: Sequence[object]) -> bool:
-        """Whether such arguments were refused."""
-        with TURN.taken():
-            return ChainCall(self, self._stages.bind(arguments)).kind in self._refused
+            return ChainCall(self, self.stages.bind(arguments)).kind in self._multistage.known
 
     def run(self, arguments: Sequence[object]) -> object:
         """Run the graph by the plan for its arguments."""
-        stages = self._stages
+        stages = self.stages
         with TURN.taken():  # TorchDynamo gives modules that are alike one graph
             state = stages.bind(arguments)
             refuse_wrapped(state)
@@ -405,14 +393,13 @@ class _Graph:
         if own not in self._chains:
             self._chains[own] = self._cut(arguments, own)
         chain, finer = self._chains[own], self._finer.get(own)
-        if finer is not None and chain.refuses(arguments):
-            self._used.use(finer)
-            return finer.run(arguments)
+        if finer is not None and finer.knows(arguments):  # since the other refused them
+            chain = finer
         self._used.use(chain)
         try:
             return chain.run(arguments)
         except BudgetError as error:
-            if chain.is_finest or error.least_bytes is None:  # nothing has run where it names one
+            if chain.stages.is_finest or error.least_bytes is None:  # it names one before it runs
                 raise
             refused = error.with_traceback(None)  # which holds the tensors of the call
         finer = finer or self._cut(arguments, own, finely=True)
@@ -421,7 +408,6 @@ class _Graph:
         except BudgetError as error:
             raise min(refused, error, key=least_of) from None
         self._finer[own] = finer
-        chain.refuse(arguments)
         self._used.use(finer)
         return result
 

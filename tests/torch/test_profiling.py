@@ -115,6 +115,13 @@ def test_preparing_imports_no_compiler() -> None:
         x = torch.ones(2, 4)
         layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(4)]
         mst.profile(layers, x, seconds=0.0)
+        chain = mst.Sequential(layers, memory=0.95)
+        chain(x).sum().backward()
+        assert not chain.plan.keeps_all and chain.checked.outcome == "equal"
+        cell = torch.nn.GRUCell(4, 4)
+        out = mst.unroll(cell, x, torch.ones(40, 2, 4), memory=0.5, outputs="last")
+        out.outputs.sum().backward()
+        assert out.plan.planner == "recompute" and out.plan.checked.outcome == "equal"
         assert "torch._dynamo" not in sys.modules and "sympy" not in sys.modules
         """
     subprocess.run([sys.executable, "-c", code], check=True)

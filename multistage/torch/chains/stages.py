@@ -6,10 +6,9 @@ again in that environment (`multistage.torch.environment`).
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -87,9 +86,9 @@ class StageRunner:
 
     def turn(self) -> AbstractContextManager[None]:
         """Wait until no other thread uses what these stages share with it."""
-        return TURN.taken() if self._shares else contextlib.nullcontext()
+        return TURN.taken() if self._shares else nullcontext()
 
-    @contextlib.contextmanager
+    @contextmanager
     def sweep(self, state: object) -> Iterator[None]:
         """Run the forward sweep in this context.
 
@@ -240,7 +239,7 @@ class StageRunner:
         """Return what sees what stage i saves as it first runs, if it runs under any hooks."""
         if unpack is None:
             if count is None:
-                return contextlib.nullcontext()
+                return nullcontext()
             return Saved(count.add, through=True, stage=self.traits[i].name)
         caught.places, caught.count = self._around[i].places(), count
         if caught.holds:
@@ -279,9 +278,9 @@ class StageRunner:
         holds = self._holds_in == task
         if holds and self._home.stream is None:
             return self.turn()
-        return self._at_home(contextlib.nullcontext() if holds else settings.context())
+        return self._at_home(nullcontext() if holds else settings.context())
 
-    @contextlib.contextmanager
+    @contextmanager
     def _at_home(self, hold: AbstractContextManager[None]) -> Iterator[None]:
         with self.turn(), self._home.context(), hold:
             yield
@@ -337,7 +336,7 @@ class StageRunner:
             return None
         # Whatever is known to draw is kept; operators of one's own may draw now and then.
         is_pure = self.traits[i].is_pure
-        with torch.no_grad(), contextlib.nullcontext() if is_pure else around.again():
+        with torch.no_grad(), nullcontext() if is_pure else around.again():
             own = around.read(remade.names)
             made = remade.make(state.fresh(self._wants[i], False), tape, own)
         if self._first[i][1]:
@@ -383,7 +382,7 @@ class StageRunner:
         caught.leaves_own = caught.counts_alone and self._own_stays
         caught.without = None if alone else self.traits[i].remade
         with (
-            contextlib.suppress(Complete),
+            suppress(Complete),
             torch.enable_grad(),
             around.again(),
             Saved(caught.see, never, self._refusing(i), stage=name),

@@ -42,7 +42,7 @@ from ..environment.states import tensors_in, with_tensors
 from ..tensors.checksums import fingerprint
 from ..tensors.graphs import nodes_below
 from ..tensors.meter import Meter, Seeing, bytes_held
-from ..tensors.sums import Sums
+from ..tensors.sums import Sums, differentiate
 from .exploring import Call, hooks_silent, without_hooks
 from .measure import Profile
 from .plainly import TooDear, Windowed, forgetting
@@ -439,7 +439,7 @@ class Both:
             # Handed over, as a loss hands them over: held here, they would count all the way.
             pairs = Sums(roots).roots([*_adjoints(roots)])
             end, start = [root for root, _ in pairs], [gradient for _, gradient in pairs]
-            torch.autograd.grad(end, targets, start, retain_graph=keep, allow_unused=True)
+            differentiate(end, start, targets, keep=keep)
         return found
 
     # --------------------------------------------------------------- the first module

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..tensors.checksums import digest
+from ..tensors.sums import differentiate
 from .saved import Caught, Saved
 
 _STEADY = 0.02
@@ -97,19 +98,13 @@ def empty_caches(device: torch.device) -> None:
 @cache
 def engine_s() -> float:
     """Return the seconds in which the engine starts: once for a chain, not once a stage."""
-    tensor, one = torch.zeros(1, requires_grad=True), torch.ones(1)
-
-    def seconds() -> float:
+    tensor, one, least = torch.zeros(1, requires_grad=True), torch.ones(1), math.inf
+    for _ in range(_ENGINE_ROUNDS):
         with torch.enable_grad():
             made = tensor.view_as(tensor)  # whose adjoint does next to nothing
-        run = partial(
-            torch.autograd.graph._engine_run_backward,
-            *((made,), (one,), False, False, (tensor,), True),
-            accumulate_grad=False,
-        )
-        return seconds_of(run, torch.device("cpu"))
-
-    return min(seconds() for _ in range(_ENGINE_ROUNDS))
+        run = partial(differentiate, [made], [one], [tensor])
+        least = min(least, seconds_of(run, torch.device("cpu")))
+    return least
 
 
 @cache
@@ -130,9 +125,7 @@ def hook_s() -> float:
             made = tensor
             for _ in range(count):
                 made = made.exp()
-            torch.autograd.graph._engine_run_backward(
-                (made,), (torch.ones(1),), False, False, (tensor,), True, accumulate_grad=False
-            )
+            differentiate([made], [torch.ones(1)], [tensor])
 
     def given(number: int) -> Tensor:
         return torch.ones(1)

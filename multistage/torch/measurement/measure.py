@@ -35,6 +35,7 @@ from ..environment.scope import Scope
 from ..environment.settings import casting_anew, leave_hooks_alone
 from ..environment.states import KeptState, leaves_of, tensors_in, wants_of
 from ..tensors.meter import Meter, bytes_held, storages_among, storages_of
+from ..tensors.sums import differentiate
 from .clocks import (
     Moment,
     Times,
@@ -400,20 +401,8 @@ class StageRun:
         Where there are no stand-ins, or checkpoints that cannot be given what
         to differentiate by, it is by all that the stage used.
         """
-        leaves = () if self._by_all else (*wanted, *(self._stand_ins or ()))
-        if not leaves and not self._by_all:
-            return lambda: None
-        # Not torch.autograd.backward, which imports sympy to look at given gradients.
-        return partial(
-            torch.autograd.graph._engine_run_backward,
-            tuple(result),
-            tuple(gradients),
-            False,
-            False,
-            leaves,
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+        leaves = None if self._by_all else (*wanted, *(self._stand_ins or ()))
+        return partial(differentiate, result, gradients, leaves, accumulate=True)
 
 
 def _ones_like(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -95,7 +95,7 @@ class Facts:
 class Limited:
     """What a `LimitedModule` is besides an `nn.Module`."""
 
-    calls: list[str | Call]
+    calls: Sequence[str | Call]
     memory: int | str | float | None
     planner: ChainPlanner
     segments: int | None

@@ -13,9 +13,8 @@ first run, which is an error.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -64,10 +63,10 @@ class Surroundings:
         changing = [*self._facts.buffers, *self._late, *others]
         return Environment(self._cells.scope, self._cells.name, changing, keep_values=False)
 
-    def turn(self) -> contextlib.AbstractContextManager[None]:
+    def turn(self) -> AbstractContextManager[None]:
         """Wait until no other thread uses what the cell shares with it."""
         shares = any(self._facts.draws) or bool(self._groups)
-        return TURN.taken() if shares else contextlib.nullcontext()
+        return TURN.taken() if shares else nullcontext()
 
     def names(self) -> list[str]:
         """Return names of the tensors of `now`, for messages."""
@@ -173,7 +172,7 @@ class Surroundings:
             if (id(each[0]), each[1]) not in known and not each[2].is_inference()
         ]
 
-    @contextlib.contextmanager
+    @contextmanager
     def _finding_late(self) -> Iterator[None]:
         """Find the buffers that a first run writes to, and the first step did not.
 
@@ -201,7 +200,7 @@ class Surroundings:
         self._late += late
         self._environment = self._captured()
 
-    @contextlib.contextmanager
+    @contextmanager
     def _buffers_put_back(self, buffers: Iterable[Tensor | None]) -> Iterator[None]:
         kept = [(b, b.detach().clone(), version_of(b)) for b in buffers if b is not None]
         try:
@@ -212,7 +211,7 @@ class Surroundings:
 
     # ------------------------------------------------------------ running again
 
-    @contextlib.contextmanager
+    @contextmanager
     def no_draws(self, first: int, last: int) -> Iterator[None]:
         """Raise StateError if gradients of steps draw from generators that their runs draw from.
 
@@ -235,7 +234,7 @@ class Surroundings:
                 "memory enough to keep every tape, or planner='keep'"
             )
 
-    @contextlib.contextmanager
+    @contextmanager
     def replaying(self) -> Iterator[None]:
         """Make everything what it was when the sequence began; put the present back at the end.
 
@@ -257,7 +256,7 @@ class Surroundings:
         ):
             yield
 
-    @contextlib.contextmanager
+    @contextmanager
     def measuring(self) -> Iterator[None]:
         """Run some steps to see what they cost; everything is put back."""
         environment, others = self._environment, self._others()
@@ -268,7 +267,7 @@ class Surroundings:
             finally:
                 self._environment = environment
 
-    @contextlib.contextmanager
+    @contextmanager
     def settled(self, *, keep: bool, known: bool = False) -> Iterator[None]:
         """Keep the modules' own buffers, as objects; with `keep`, with the values at the end.
 

@@ -11,12 +11,11 @@ no more leaves of the state take part in the gradient.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -354,7 +353,7 @@ def _as_found(leaves: Sequence[Tensor], wants: Sequence[bool]) -> list[Tensor]:
 # --------------------------------------------------------------------- one step
 
 
-@contextlib.contextmanager
+@contextmanager
 def _put_back(
     around: Environment, generators: Generators, random: Sequence[State]
 ) -> Iterator[None]:
@@ -499,7 +498,7 @@ class _Look:
             raise
         return checksum(tensors_in(result))
 
-    @contextlib.contextmanager
+    @contextmanager
     def _no_backward(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Refuse additions to .grad of parameters, but those of other threads."""
         here = threading.get_ident()
@@ -533,7 +532,7 @@ class _Look:
         copies: list[Tensor] = [_Copy.apply(t) for t in given]
         versions = [t._version for t in copies]
         made = nodes_made()
-        with contextlib.nullcontext() if saved is None else saved:
+        with nullcontext() if saved is None else saved:
             result: Any = cell.call(pytree.tree_unflatten(copies, self._spec), x)
         made = nodes_made() - made
         beside = storages_among([*copies, *known, *tensors_in(x)]).keys()

@@ -24,7 +24,7 @@ from ..tensors.checksums import Checksums
 from ..tensors.graphs import Walked, graph_begins, held_elsewhere, leaves_below, statistics_in, uses
 from ..tensors.meter import Meter
 from ..tensors.states import TensorState, TensorStates
-from ..tensors.sums import Sums
+from ..tensors.sums import Sums, differentiate
 from .allowances import Allowance
 from .arguments import Settings
 from .boundaries import Boundaries
@@ -545,9 +545,7 @@ def gradients_of(
         If the graph holds a reentrant checkpoint, or a gradient is sparse.
     """
     try:
-        found = torch.autograd.grad(
-            [t for t, _ in roots], targets, [g for _, g in roots], allow_unused=True
-        )
+        found = differentiate([t for t, _ in roots], [g for _, g in roots], targets)
     except RuntimeError as error:
         if "use_reentrant=True" not in str(error):
             raise

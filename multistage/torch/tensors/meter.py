@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...support.free_memory import default_budget_bytes
+from .sums import differentiate
 
 # Operators whose results have a size, or are a number, that the values of tensors decide.
 _BY_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -270,7 +271,7 @@ def _end_last_task(device: torch.device) -> None:
     """
     with torch.enable_grad():
         leaf = torch.ones(0, device=device, requires_grad=True)  # allocates nothing
-        torch.autograd.grad(leaf.clone(), leaf, torch.ones(0, device=device))
+        differentiate([leaf.clone()], [torch.ones(0, device=device)], [leaf])
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
