@@ -79,6 +79,16 @@ def test_a_plan_is_kept_while_it_fits_the_free_memory(
     assert len(measurements) == 1
 
 
+@pytest.mark.parametrize("steps", [3, 60])
+def test_what_plain_training_takes_does_not_depend_on_the_chunk_that_is_given(steps: int) -> None:
+    cell, h, x = torch.nn.GRUCell(16, 16), torch.zeros(8, 16), torch.randn(steps, 8, 16)
+
+    def plan_by(chunk: int | None) -> Any:
+        return mst.unroll(cell, h, x, memory="1 GiB", chunk=chunk).plan
+
+    assert len({plan_by(chunk).keep_bytes for chunk in (None, 1, 2, 3, 7)}) == 1
+
+
 @pytest.mark.parametrize("make", [Inner, inner])
 def test_cells_of_equal_code_and_unequal_weight(make: Any, measurements: list[int]) -> None:
     h, x = torch.zeros(256), torch.randn(200, 256)

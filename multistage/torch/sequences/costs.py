@@ -204,14 +204,16 @@ def sample_chunks(
     """Measure chunks of 1, 2, 4, 6, 8, 12, ... equal steps until they are long enough, or large.
 
     Of all sizes but the last no more than half as many steps as the sequence has.
-    With `chunk`, that size and 1 alone.  Chunks of more than `most_bytes` are of no use;
-    `tapes` says whether it matters what the graphs save.
+    With `chunk` that size and 1, 2, 3 alone, which tell how the bytes grow.  Chunks of more
+    than `most_bytes` are of no use; `tapes` says whether it matters what the graphs save.
     """
     steps, kind, found = given.inputs.steps, given.facts.kinds[-1], list[Cost]()
     began = time.perf_counter()
-    sizes = SIZES if chunk is None else [1, min(chunk, steps)]
+    sizes: Sequence[int] = SIZES
+    if chunk is not None or steps < SIZES[LEAST - 1]:
+        sizes = sorted({min(size, steps) for size in (1, 2, 3, chunk or 1)})
     for size in sizes:
-        if size > steps or (found and size == found[-1].chunk):
+        if size > steps:
             break
         if chunk is None and len(found) >= LEAST:
             enough = 2 * sum(cost.chunk for cost in found) > steps

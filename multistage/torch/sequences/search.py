@@ -144,8 +144,9 @@ class Equal:
         """
         settings, n, found = self.given.settings, self.given.inputs.steps, list[Found]()
         planner, chunk = settings.planner, settings.chunk
-        alike = len(self.samples) <= LEAST and (chunk is not None or n < 2 * sum(SIZES[:LEAST]))
-        if planner == "auto" and alike:  # under any limit they are measured
+        alike = len(self.samples) <= LEAST and n < 2 * sum(SIZES[:LEAST])
+        # Under any limit they are measured.
+        if planner == "auto" and (alike or chunk is not None):
             self._least.append(self.keep_bytes)
         if planner == "offload" and self.page is None:
             raise ArgumentError(
