@@ -47,7 +47,7 @@ def scan(
     Parameters
     ----------
     f : callable
-        `f(carry, x) -> (carry, y)`, pure; it may close over anything.  Run twice a step.
+        `f(carry, x) -> (carry, y)`, pure; it may close over anything.  Run at least twice.
     init : pytree of arrays
         State 0.
     xs : pytree of arrays, optional

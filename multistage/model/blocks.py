@@ -84,8 +84,8 @@ class Blocks(Generic[State, Adjoint]):
         self.n_blocks = None if self._n_steps is None else -(-self._n_steps // self._size)
         # A chain with one tape cannot tape a block: its steps are run again, too.
         self._again = bool(getattr(chain, "one_tape", False))
-        self._states: Slots[State, Array] | None = None
-        self._layout: Layout | None = None
+        # With their arrays, for the next block; several sweeps may run blocks at the same time.
+        self._idle: list[tuple[Layout, Slots[State, Array]]] = []
 
     @property
     def in_place(self) -> bool:
@@ -102,7 +102,7 @@ class Blocks(Generic[State, Adjoint]):
     def around(self, make: Callable[[Chain[State, Adjoint]], object]) -> Self:
         """Return blocks of the same size, of the steps of what is made of their chain."""
         made = copy.copy(self)
-        made._chain, made._states = cast(Chain[State, Adjoint], make(self._chain)), None
+        made._chain, made._idle = cast(Chain[State, Adjoint], make(self._chain)), []
         return made
 
     def _first(self, block: int) -> int:
@@ -120,9 +120,8 @@ class Blocks(Generic[State, Adjoint]):
         return self._chain.advance(state, self._first(start), self._first(stop))
 
     def tape(self, state: State, step: int) -> tuple[State, object]:
-        slots = self._slots(state)
         kept: list[Kept] = []
-        with _borrowed(slots):
+        with self._borrowed(state) as slots:
             for i in range(self._first(step), self._first(step + 1)):
                 before = state
                 state, tape = self._chain.tape(state, i)
@@ -144,10 +143,9 @@ class Blocks(Generic[State, Adjoint]):
 
     def _run_again(self, state: State, adjoint: Adjoint, first: int, stop: int) -> Adjoint:
         """Run the steps of a block again keeping their states, then their adjoints."""
-        chain, slots, wanted = self._chain, self._slots(state), adjoint is not None
-        reverse = guarded(slots, chain.reverse)
-        kept: list[Kept] = []
-        with _borrowed(slots):
+        chain, wanted, kept = self._chain, adjoint is not None, list[Kept]()
+        with self._borrowed(state) as slots:
+            reverse = guarded(slots, chain.reverse)
             for i in range(first, stop - 1):
                 kept.append(slots.keep(state, i))
                 state = chain.advance(state, i, i + 1)
@@ -166,23 +164,20 @@ class Blocks(Generic[State, Adjoint]):
                     slots.release(kept.pop())
             return adjoint
 
-    def _slots(self, state: State) -> Slots[State, Array]:
-        """Return slots for states like this one: kept from block to block with their arrays."""
-        layout = Layout.of(state)
-        if self._states is None or self._layout is None or not layout.same_as(self._layout):
-            self._layout = layout
-            self._states = ArrayStates(self._chain.in_place).slots(layout)
-        return self._states
-
-
-@contextlib.contextmanager
-def _borrowed(slots: Slots[State, Array]) -> Iterator[None]:
-    """Give slots back in the end; an operator's write to what they hold is told first."""
-    try:
-        with told_of(slots):
-            yield
-    finally:
-        slots.release_all()
+    @contextlib.contextmanager
+    def _borrowed(self, state: State) -> Iterator[Slots[State, Array]]:
+        """Lend slots for states like this one; an operator's write to what they hold is told."""
+        layout, found = Layout.of(state), None
+        with contextlib.suppress(IndexError):
+            found = self._idle.pop()
+        if found is None or not layout.same_as(found[0]):
+            found = layout, ArrayStates(self._chain.in_place).slots(layout)
+        try:
+            with told_of(found[1]):
+                yield found[1]
+        finally:
+            found[1].release_all()
+            self._idle.append(found)
 
 
 def _count(name: str, value: int) -> int:

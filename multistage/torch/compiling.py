@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..backends.urls import Tiers
 from ..errors import ArgumentError, BudgetError, CheckpointWarning
+from ..model.budget import Budget
 from ..planners import Plan
 from ..planners.chain.heterogeneous import ChainPlanner
 from ..support.units import format_bytes
@@ -105,7 +106,7 @@ def compile(
     True
     """
     _refuse(model)
-    if allow_breaks and not isinstance(memory, float):
+    if allow_breaks and not (memory and Budget.parse(memory, of="stages").fraction):
         raise ArgumentError(
             f"allow_breaks=True needs memory as a fraction of plain training, not {memory!r}: how "
             "many graphs there are to share bytes shows only when the model runs"

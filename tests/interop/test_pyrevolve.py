@@ -339,6 +339,29 @@ def test_revolvers_share_the_keys_of_a_storage() -> None:
             assert np.array_equal(first.v, EXACT)
 
 
+def test_a_key_is_taken_before_a_storage_saves() -> None:
+    """Another revolver, as of another thread, saves meanwhile."""
+    first, second = Problem(), Problem(dtype=np.float32)
+    other: Any = None
+    saved: list[int] = []
+
+    class Interrupted(Own):
+        def save(self, key: int, data_pointers: Any) -> None:
+            nonlocal other
+            saved.append(key)
+            if len(saved) == 4:
+                other = ours.MultiLevelRevolver(*second.operators(), NT, shared)
+                other.apply_forward()
+            super().save(key, data_pointers)
+
+    shared = [Interrupted(first.size, 60, first.dtype, wd=1, rd=1)]
+    with ours.MultiLevelRevolver(*first.operators(), NT, shared) as revolver:
+        assert np.array_equal(first.gradient(revolver), EXACT)
+        other.apply_reverse()
+        other.close()
+    assert np.allclose(second.v, EXACT)
+
+
 @pytest.mark.parametrize("scheme", compression.compressors_available)
 def test_compression(scheme: str | None) -> None:
     problem = Problem()

@@ -56,6 +56,44 @@ def test_blocks_equal_single_steps(
             assert all(array.flags.writeable for array in optree.tree_leaves(start))
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_blocks_of_several_sweeps_at_the_same_time(in_place: bool) -> None:
+    """Within the steps of one sweep of some blocks others run, on states of their own."""
+    inner: list[list[float]] = []
+    outermost = [False]
+
+    def advance(x: Any, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            x[:] = np.sin(x) + 0.1 * i
+
+    def step(x: Any, i: int) -> Any:
+        x = x.copy()
+        advance(x, i, i + 1)
+        return x
+
+    def adjoint(x: Any, a: Any, i: int) -> Any:
+        if outermost[0] and i % 3 == 1:
+            outermost[0] = False
+            inner.append(gradient(0.7))
+            outermost[0] = True
+        return np.cos(x) * a
+
+    blocks: Any = Blocks(
+        InPlaceChain(advance, adjoint) if in_place else FunctionChain(step, adjoint), 3, 9
+    )
+
+    def gradient(start: float) -> list[float]:
+        with Reversal(blocks, n_steps=3, memory="1 slot", costs=Costs(1.0, 2.0)) as run:
+            run.forward(np.full(3, start))
+            found: list[float] = run.reverse(np.ones(3)).tolist()
+        return found
+
+    alone = [gradient(0.7), gradient(0.2)]
+    outermost[0] = True
+    assert gradient(0.2) == alone[1]
+    assert inner == [alone[0]] * 3
+
+
 def test_an_unknown_number_of_full_blocks() -> None:
     with Reversal(Blocks(CHAINS["nested"][0](), 3), memory="3 slots") as run:
         last = raw(run.forward(CHAINS["nested"][1](), until=lambda state, b: b == 7))
@@ -70,7 +108,8 @@ def test_memory_inside_a_block_is_size_less_one_states(monkeypatch: pytest.Monke
         x += stop - start
 
     blocks: Blocks[Any, Any] = Blocks(InPlaceChain(forward, lambda x, a, i: [*a, (i, x[0])]), size)
-    slots = blocks._slots(np.zeros(3))
+    with blocks._borrowed(np.zeros(3)) as slots:
+        pass  # those that are lent next
     keep, release = slots.keep, slots.release
 
     def counted(state: Any, where: Any) -> Any:

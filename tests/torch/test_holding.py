@@ -291,6 +291,46 @@ def test_a_second_backward_pass_that_exceeds_the_limit_is_named() -> None:
             loss.backward()
 
 
+class Wide(nn.Module):
+    """A block that is wide inside."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.outer(torch.nn.functional.gelu(self.inner(x)))
+        return y
+
+
+def test_a_second_backward_pass_does_not_end_training_within_the_smallest_limit() -> None:
+    x = torch.randn(ROWS, WIDTH)
+    model = nn.Sequential(*[Wide(k * WIDTH) for k in (1, 1, 1, 8, 1, 1, 1, 4, 1, 1)])
+    with pytest.raises(BudgetError) as refused:
+        mst.Sequential(model, x, memory=1)
+    assert refused.value.least_bytes is not None
+    chain = mst.Sequential(model, x, memory=refused.value.least_bytes)
+    with pytest.warns(CheckpointWarning, match=r"a second backward pass \(retain_graph=True\)"):
+        for number in range(6):
+            loss = chain(x).sum()
+            loss.backward(retain_graph=number == 1)
+            if number == 1:
+                loss.backward()
+
+
+def test_a_fraction_is_one_however_it_is_written() -> None:
+    """What is held beside the stages is a part of plain training, too: the limit grows with it."""
+    x, model = torch.randn(ROWS, WIDTH), nn.Sequential(*[Grows() for _ in range(8)])
+    for stage in model:
+        stage.leaves = 1  # type: ignore[assignment]
+    least: list[int | None] = []
+    for memory in (0.6, "60 %", "0.6"):
+        with pytest.raises(BudgetError) as refused:
+            mst.Sequential(model, x, memory=memory)
+        least.append(refused.value.least_bytes)
+    assert least[0] is not None and least == [least[0]] * 3
+
+
 def test_a_graph_that_waits_for_its_backward_is_not_counted_as_another_iteration() -> None:
     x = torch.randn(ROWS, WIDTH)
     chain = mst.Sequential(nn.Sequential(*[Block() for _ in range(8)]), x, memory=0.6)

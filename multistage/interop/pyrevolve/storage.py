@@ -59,7 +59,7 @@ class Storage:
     ) -> None:
         self.size_ckp, self.n_ckp, self.dtype = size_ckp, n_ckp, dtype
         self.wd, self.rd, self.name = wd, rd, str(name)
-        self._given: set[int] = set()  # keys that hold a checkpoint of any revolver
+        self._free = list(range(int(n_ckp)))[::-1]  # keys that hold no checkpoint of a revolver
 
     def save(self, key: int, data_pointers: Sequence[Array]) -> None:
         """Keep a copy of the arrays under `key`, 0 <= key < n_ckp."""
@@ -71,7 +71,7 @@ class Storage:
 
     def tier(self) -> Store:
         """Return the store that a `MultiLevelRevolver` uses for this storage, one for each."""
-        return StorageStore(self, self._given)
+        return StorageStore(self, self._free)
 
 
 class StorageStore(BaseStore):
@@ -79,11 +79,11 @@ class StorageStore(BaseStore):
 
     queue_depth = 1
 
-    def __init__(self, storage: Storage, given: set[int]) -> None:
+    def __init__(self, storage: Storage, free: list[int]) -> None:
         self.name = storage.name
         self.stats = StoreStats()
         self.transfers: deque[TransferRecord] = deque(maxlen=4096)
-        self._storage, self._given = storage, given
+        self._storage, self._free = storage, free  # shared: keys are taken and given back at once
         self._layout: Layout  # since `open`
         self._keys: dict[int, int] = {}  # of a checkpoint -> of the storage
 
@@ -102,13 +102,17 @@ class StorageStore(BaseStore):
 
     def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
         """Save; False when all keys are taken.  What `save` raises reaches the caller."""
-        place = next((k for k in range(self._storage.n_ckp) if k not in self._given), None)
-        if place is None:
+        try:
+            place = self._free.pop()
+        except IndexError:
             self.stats.refused += 1
             return False
         began = perf_counter()
-        self._storage.save(place, list(arrays))
-        self._given.add(place)
+        try:
+            self._storage.save(place, list(arrays))
+        except BaseException:
+            self._free.append(place)
+            raise
         self._keys[key] = place
         nbytes, stats = self._layout.nbytes, self.stats
         self.transfers.append(TransferRecord("write", key, began, perf_counter(), nbytes))
@@ -141,12 +145,12 @@ class StorageStore(BaseStore):
     def drop(self, key: int) -> None:
         """Give the key back."""
         if key in self._keys:
-            self._given.discard(self._keys.pop(key))
+            self._free.append(self._keys.pop(key))
             self.stats.stored_bytes -= self._layout.nbytes
 
     def close(self) -> None:
         """Give all keys back."""
-        self._given.difference_update(self._keys.values())
+        self._free += self._keys.values()
         self._keys.clear()
 
 

@@ -55,9 +55,12 @@ class Autocast:
 
 @contextlib.contextmanager
 def casting_anew() -> Iterator[None]:
-    """Return a context in which autocast casts weights each time, and keeps no cast."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+    """Return a context in which autocast casts weights each time, and keeps no cast.
+
+    But in regions inside, where it is not enabled around: they end with the cache of theirs.
+    """
+    before, core = torch.is_autocast_cache_enabled(), torch._C
+    torch.set_autocast_cache_enabled(before and not core._is_any_autocast_enabled())
     try:
         yield
     finally:
@@ -138,8 +141,11 @@ class Settings:
                 if mode not in now.operator_modes and not observes:
                     torch.utils._python_dispatch._push_mode(mode)
                     stack.callback(torch.utils._python_dispatch._pop_mode)
-            for each in self.autocast:
-                stack.enter_context(each.context())
+            present = Autocast.capture([each.device_type for each in self.autocast])
+            for each, around in zip(self.autocast, present, strict=True):
+                # Where none is around, regions inside have caches of their own.
+                if each.enabled or each != around:
+                    stack.enter_context(each.context())
             yield
 
 

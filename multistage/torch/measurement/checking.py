@@ -412,7 +412,10 @@ class Both:
     def _gradients(
         self, inputs: object, outputs: Sequence[object], look: Callable[[Tensor], object]
     ) -> Seen:
-        roots = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+        numbered = {  # by their places, whether or not others want gradients
+            k: t for k, t in enumerate(outputs) if isinstance(t, Tensor) and t.requires_grad
+        }
+        roots = [*numbered.values()]
         given = [t for t in tensors_in(inputs) if t.requires_grad]
         names = {id(t): f"the gradient of input {k}" for k, t in enumerate(given)}
         targets: list[Tensor] = []
@@ -437,7 +440,7 @@ class Both:
                 ours.callback(target.register_hook(take).remove)
             keep = self._targets is not None or bool(ends)
             # Handed over, as a loss hands them over: held here, they would count all the way.
-            pairs = Sums(roots).roots([*_adjoints(roots)])
+            pairs = Sums(roots).roots([_adjoint(t, k) for k, t in numbered.items()])
             end, start = [root for root, _ in pairs], [gradient for _, gradient in pairs]
             differentiate(end, start, targets, keep=keep)
         return found
@@ -529,13 +532,10 @@ def _taker(
     return take
 
 
-def _adjoints(roots: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients of outputs: random, since equal ones vanish in a softmax or a norm."""
-    found = []
-    for number, root in enumerate(roots):
-        generator = torch.Generator(root.device).manual_seed(number)
-        found.append(torch.empty_like(root).normal_(generator=generator))
-    return found
+def _adjoint(output: Tensor, number: int) -> Tensor:
+    """Return a gradient of an output: random, since equal ones vanish in a softmax or a norm."""
+    generator = torch.Generator(output.device).manual_seed(number)
+    return torch.empty_like(output).normal_(generator=generator)
 
 
 def _writable(inputs: object) -> object:

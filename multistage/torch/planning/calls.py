@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError, BudgetError, CheckpointWarning, MultistageError, StoreError
 from ...execute.late import Stages
+from ...model.budget import Budget
 from ...planners import Plan
 from ...planners.chain.heterogeneous import smallest_memory
 from ...support.units import format_bytes
@@ -373,7 +374,8 @@ class ChainCall:
         assert limit is not None
         more = held_bytes - beyond_bytes
         if chain.tiered is None:  # the plan that takes least may hold less than is thought
-            share = chain.memory if isinstance(chain.memory, float) else 0.0
+            given = chain.memory
+            share = 0.0 if given is None else Budget.parse(given, of="stages").fraction or 0.0
             room = limit - smallest_memory(held_by_caller(planned.profile.costs))
             more = min(more, int(room / (1 - share)) if share < 1 else more)
         reserved = planned.reserved_bytes + more
@@ -409,9 +411,14 @@ class ChainCall:
                 CheckpointWarning,
                 stacklevel=2,
             )
-        with TURN.taken(), torch.enable_grad():
-            anew = self._reserving(planned, seen, planned.plan.peak_bytes, what)
-            anew, _ = self._within_limit(anew)
+        try:
+            with TURN.taken(), torch.enable_grad():
+                anew = self._reserving(planned, seen, planned.plan.peak_bytes, what)
+                anew, _ = self._within_limit(anew)
+        except BudgetError as error:  # a limit that was enough for the first call stays so
+            _log.info("the plan stays, since there is none with that room: %s", error)
+            planned.seen.most_bytes = 0
+            return planned
         return chain.replaced(planned, anew)
 
     def _for_larger(self, planned: Planned, larger: LargerError) -> Planned:

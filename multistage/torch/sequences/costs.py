@@ -294,7 +294,11 @@ class _Trial:
     def __init__(
         self, given: Computation, steps: tuple[int, int], leaves: Sequence[Tensor]
     ) -> None:
-        facts = given.facts
+        facts, last = given.facts, given.facts.kinds[-1]
+        if facts.equal:  # of the kind of most steps: state 0 need not take part in the gradient
+            states = facts.states[last.before], *facts.states[1:]
+            facts = replace(facts, states=states, steps=(len(facts.kinds) - 1,))
+            given = replace(given, facts=facts)
         self._given, self._leaves = given, leaves
         outputs: Literal["stack", "last"] = "stack" if facts.equal else "last"
         self.chain = ThroughTime(replace(given, steps=steps, outputs=outputs), steps)

@@ -78,7 +78,7 @@ def planned(
         found = Equal(given, costs, layout, store)
         if store is not None:
             state = [*(t.detach() for t in leaves), *given.around.now()]
-            rates = settings.tiers, given.device, layout.nbytes
+            rates = settings.tiers, given.device, "states", layout.nbytes
             found.tier = KNOWN.got(Tier, rates, lambda: tier_of(store, layout, state))
             if settings.offloads and costs[-1].saved is not None:
                 found.page = _page_tier(store, given.device, settings)

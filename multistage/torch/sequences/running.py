@@ -183,7 +183,8 @@ def _late(
     """Return what is asked where the tier is late, and what has it known to the next plans."""
     plan, equal, tiers = chosen.plan, given.facts.equal, given.settings.tiers
     assert plan is not None
-    key = tiers, given.device, layout.nbytes if equal else probe_bytes(plan.stage_costs)
+    moved = ("states", layout.nbytes) if equal else ("bytes", probe_bytes(plan.stage_costs))
+    key = tiers, given.device, *moved
     stages = None if equal else Stages(plan, inside=False)
     late = Late(stages or EqualSteps(plan.n_steps, plan.slots, plan.tiers, True))
 

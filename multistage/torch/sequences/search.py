@@ -184,6 +184,8 @@ class Equal:
         staying = sum(size for size in sample.saved if size < TRAVELS_BYTES)
         # On the way, or fetched ahead.
         moving = 9 * max((size for size in sample.saved if size >= TRAVELS_BYTES), default=0)
+        if self.given.outputs in ("stack", "sum"):  # held until the end; as a state they cannot go
+            staying += sample.y_bytes * sample.chunk
         peak = int(staying * n / sample.chunk) + moving
         peak += self.samples[0].peak_bytes + self.layout.nbytes + self._nodes(n)  # a step, a state
         return Found(seconds * n / last.chunk, peak, "offload")
@@ -349,7 +351,7 @@ class Unequal:
         try:
             require_room(store, costs)
             nbytes = probe_bytes(costs)
-            key = self.given.settings.tiers, self.given.device, nbytes
+            key = self.given.settings.tiers, self.given.device, "bytes", nbytes
             rates = KNOWN.got(Tier, key, lambda: measured_rates(store, nbytes))
         except StoreError:
             if by_name:

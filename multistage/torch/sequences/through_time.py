@@ -206,6 +206,7 @@ class ThroughTime:
                 state.checked()
                 rest = self._rest(chunk, k)
                 state = TensorState([*(t.detach() for t in chunk.leaves), *rest])
+            del chunk  # and its graph, before the next one is made
         return state
 
     def require_checksums(self) -> None:
