@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -120,3 +121,105 @@ def test_checksums_of_nothing() -> None:
     out = mst.unroll(cell, state, torch.ones(9, 2, 3), planner="recompute", outputs="last")
     assert out.plan is not None and out.plan.checked is not None
     assert out.plan.checked.outcome == "equal"
+
+
+class Noted(torch.autograd.Function):
+    """Passes a tensor on, and prints the strides of its gradient, which is no trace."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        sys.stdout.write(f"{gradients[0].stride()}\n")
+        return gradients[0]
+
+
+def noted(tensor: Tensor) -> Tensor:
+    found: Tensor = Noted.apply(tensor)  # type: ignore[no-untyped-call]
+    return found
+
+
+def reduced(ys: list[Tensor], mode: str, *, fused: bool) -> Tensor:
+    """Return what a plain loop makes of outputs."""
+    if mode == "stack":
+        return torch.cat(ys) if fused else torch.stack(ys)
+    steps = [y for chunk in ys for y in chunk.unbind()] if fused else ys
+    return steps[-1] if mode == "last" else sum(steps[1:], steps[0])
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda y: y,
+    "permuted": lambda y: y.transpose(-1, -2),
+    "gaps": lambda y: torch.stack([y, y], -1)[..., 0],
+    "expanded": lambda y: y.mean(-1, keepdim=True).expand(*y.shape[:-1], 5),
+}
+
+
+@pytest.mark.parametrize("how", [{"planner": "recompute"}, {"planner": "keep"}])
+@pytest.mark.parametrize("steps", [1, STEPS, STEPS + 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", ["stack", "sum", "last"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_outputs_and_their_gradients_have_the_strides_of_plain_autograd(
+    fused: bool, mode: Any, layout: str, steps: int, how: Any, capsys: Any
+) -> None:
+    """Sums over them, as of the gradient of a bias, are rounded by how they lie in memory."""
+    size, found = 3 if fused else 1, []
+
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        ys = []
+        for x_t in x if fused else x[None]:
+            h = torch.tanh(h * weight + x_t)
+            ys.append(h)
+        return h, noted(LAYOUTS[layout](torch.stack(ys) if fused else h * 1) + bias)
+
+    for plain in (True, False):
+        torch.manual_seed(1)
+        weight, bias = torch.ones(WIDTH, requires_grad=True), torch.zeros(1, requires_grad=True)
+        h, x, ys = torch.randn(BATCH, WIDTH), torch.randn(steps, BATCH, WIDTH), []
+        if plain:
+            for t in range(0, steps, size):
+                h, y = cell(h, x[t : t + size] if fused else x[t])
+                ys.append(y)
+            whole: Any = reduced(ys, mode, fused=fused)
+        else:
+            options = {**how, "chunk": size, "fused": fused, "check": "off"}
+            whole = mst.unroll(cell, h, x, outputs=mode, **options).outputs
+        capsys.readouterr()
+        (whole * torch.randn(whole.shape)).sum().backward()
+        found.append([whole, weight.grad, bias.grad, whole.stride(), capsys.readouterr().out])
+    (*ours, strides, gradients), (*theirs, known, wanted) = found
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert strides == known
+    assert gradients == wanted
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("steps", [1, 4, STEPS + 1])
+def test_gradients_of_inputs_have_the_strides_of_plain_autograd(
+    steps: int, fused: bool, capsys: Any
+) -> None:
+    size, found = 4 if fused else 1, []
+
+    def cell(h: Tensor, x: Tensor) -> Tensor:
+        for x_t in x if fused else x[None]:
+            h = torch.tanh(h + x_t)
+        return h
+
+    for plain in (True, False):
+        torch.manual_seed(1)
+        data, bias = torch.randn(BATCH, WIDTH, steps), torch.zeros(WIDTH, requires_grad=True)
+        h, x = torch.zeros(BATCH, WIDTH), noted((data + bias[:, None]).permute(2, 0, 1))
+        if plain:
+            for t in range(0, steps, size):
+                h = cell(h, x[t : t + size] if fused else x[t])
+        else:
+            options: dict[str, Any] = {"planner": "recompute", "chunk": size, "fused": fused}
+            h = mst.unroll(cell, h, x, outputs=None, **options).state
+        capsys.readouterr()
+        torch.autograd.backward(h.square().sum())
+        found.append((bias.grad, capsys.readouterr().out))
+    assert torch.equal(found[0][0], found[1][0])  # type: ignore[arg-type]
+    assert found[0][1] == found[1][1]

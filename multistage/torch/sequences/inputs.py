@@ -264,7 +264,9 @@ class InputGradients:
     def __init__(self, inputs: Inputs) -> None:
         self.whole: Tensor | None = None  # of an input with time first
         if isinstance(inputs.given, Tensor) and inputs.tensors():
-            self.whole = torch.zeros_like(inputs.given)
+            # With the strides of plain autograd's, whatever those of the input.
+            given = inputs.given
+            self.whole = torch.zeros(given.shape, dtype=given.dtype, device=given.device)
         self._found: list[Tensor | None] = [None] * len(inputs.tensors())
         self._alone: Place | None = None  # of `whole`, while no other gradient was put there
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...errors import StateError
+from ..tensors.states import copied
 from .facts import Facts
 from .unroll_plan import UnrollPlan
 
@@ -111,11 +112,14 @@ class Collector:
                 self._lists[j] += parts
             elif kind == "sum":
                 for part in parts:
-                    first = part if self._graph else part.clone()
+                    first = part if self._graph else copied(part)
                     before = self._values[j] = first if before is None else before + part
             elif kind == "last":
                 last = leaf[-1] if self._fused else leaf
-                self._values[j] = last if self._graph else last.clone()
+                if self._graph:
+                    self._values[j] = last
+                elif self._is_last(t, leaf):
+                    self._values[j] = copied(last)
             elif kind == "stack":
                 if before is None:
                     size = leaf.shape[1:] if self._fused else leaf.shape
@@ -132,21 +136,26 @@ class Collector:
     def _place(self, t: int) -> int:
         return t - self._start if self._order is None else self._order[t]
 
+    def _is_last(self, t: int, leaf: Tensor) -> bool:
+        return (t + leaf.shape[0] if self._fused else self._place(t) + 1) == self.steps
+
     def gradient(self, j: int, t: int, leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
-        """Return the gradient of leaf j of y of the steps from t on, from that of its reduction."""
+        """Return the gradient of leaf j of y of the steps from t on, from that of its reduction.
+
+        With the strides that it has in plain autograd: sums over it are rounded by them.
+        """
         kind = self.kinds[j]
         if gradient is None or kind == "none":
             return None
         if kind == "sum":
-            return gradient.expand_as(leaf) if self._adds[j] else gradient
+            return torch.stack([gradient] * leaf.shape[0]) if self._adds[j] else gradient
         if kind == "stack":
             return gradient[t : t + leaf.shape[0]] if self._fused else gradient[self._place(t)]
-        last = t + leaf.shape[0] == self.steps if self._fused else self._place(t) + 1 == self.steps
-        if not last:
+        if not self._is_last(t, leaf):
             return None
         if not self._fused:
             return gradient
-        whole = torch.zeros_like(leaf)
+        whole = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
         whole[-1] = gradient
         return whole
 
