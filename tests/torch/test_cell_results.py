@@ -212,3 +212,36 @@ def test_the_sum_of_one_output_is_a_copy() -> None:
     with torch.no_grad():
         out.outputs.add_(1)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, STEPS])
+@pytest.mark.parametrize(("fused", "check"), [(False, "error"), (False, "off"), (True, "off")])
+def test_a_loss_that_is_in_the_state_too(fused: bool, check: Any, chunk: int) -> None:
+    """A plain loop adds its gradient after those from the next step, a schedule before them."""
+    x, weight = torch.randn(STEPS, 4, 8), torch.randn(8, 8, requires_grad=True)
+    start = torch.randn(4, 8), torch.zeros(())
+
+    def cell(state: Any, x: Tensor, *, same: bool = True) -> Any:
+        h, s = state
+        for x_t in x if fused else x[None]:
+            h = torch.tanh(h @ weight + x_t) * torch.sigmoid(s * 1.3) + torch.cos(s) * 0.1
+            s = h.square().mean() + 0.3 * torch.sin(s)
+        return (h, s), s if same else s.clone()
+
+    def copies(state: Any, x: Tensor) -> Any:
+        return cell(state, x, same=False)
+
+    def plain(cell: Any) -> Tensor:
+        state, total, size = start, None, chunk if fused else 1
+        for t in range(0, STEPS, size):
+            state, loss = cell(state, x[t : t + size] if fused else x[t])
+            total = loss if total is None else total + loss
+        assert total is not None
+        return torch.autograd.grad(total, weight)[0]
+
+    options: dict[str, Any] = {"chunk": chunk, "fused": fused, "check": check}
+    with pytest.raises(StateError, match=r"a loss, leaf 0 of y, at step .* return a copy"):
+        mst.unroll(cell, start, x, planner="recompute", **options)
+    for each, planner in ((cell, "keep"), (copies, "recompute")):
+        out: Any = mst.unroll(each, start, x, planner=planner, **options)
+        assert torch.equal(torch.autograd.grad(out.loss, weight)[0], plain(each))

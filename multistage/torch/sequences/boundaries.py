@@ -16,6 +16,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from ...errors import StateError
+
 Outputs: TypeAlias = Sequence[tuple[int, Sequence[Tensor]]]  # of steps: t, leaves of y
 
 
@@ -132,6 +134,24 @@ class Boundaries:
             return self[k] == boundary
         self._list.append(self._once.setdefault(boundary, boundary))
         return True
+
+    def refuse_losses(
+        self, name: str, leaves: Sequence[Tensor], ys: Outputs, summed: Sequence[bool]
+    ) -> None:
+        """Raise StateError if a loss of the last step is a leaf of the state after it too.
+
+        A plain loop adds up losses as it goes: the gradient of one comes after those from the
+        next step, and not before them, as that of another output.
+        """
+        ends = {id(leaf): i for i, leaf in enumerate(leaves)}
+        for j, y in enumerate(ys[-1][1] if ys else ()):
+            if summed[j] and self._differentiable[j] and id(y) in ends:
+                raise StateError(
+                    f"{name} returned a loss, leaf {j} of y, at step {ys[-1][0]} that is leaf "
+                    f"{ends[id(y)]} of the state too: the gradients of the two would be added in "
+                    "another order than by a plain loop, which may round otherwise; return a copy "
+                    "as the loss (loss.clone()), or give memory to keep all graphs (planner='keep')"
+                )
 
     def _known_of(self, leaves: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple([self._known.get(id(leaf), -1) for leaf in leaves])

@@ -292,6 +292,10 @@ class ThroughTime:
         """Note which tensors around a chunk are one; compare the state with given costs."""
         TURN.moved()
         outputs, steps = () if self.cells.fused else chunk.ys, self._steps(k)
+        if self.samples is not None and self.collector.steps > 1:  # else all may yet be kept
+            self.boundaries.refuse_losses(
+                self.cells.name, chunk.leaves, chunk.ys, self.facts.summed
+            )
         if not self.boundaries.note(k, chunk.given, chunk.leaves, outputs, steps):
             raise StateError(
                 f"{self.cells.name} returned other tensors twice after step {steps[1] - 1} "
