@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_817,
+    "package_lines": 61_869,
     "classes": 477,
-    "functions": 3935,
+    "functions": 3936,
     "files_under_60": 3,
-    "import_lines": 3541,
+    "import_lines": 3545,
     "twins": 0,
-    "test_lines": 58_333,
+    "test_lines": 58_685,
 }
 
 

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor, nn
 
 import multistage.torch as mst
-from multistage.errors import ArgumentError, DifferenceWarning, MultistageError, StateError
+from multistage.errors import (
+    ArgumentError,
+    BudgetError,
+    DifferenceWarning,
+    MultistageError,
+    StateError,
+)
 from multistage.torch.tensors.meter import Meter
 
 WIDTH, BATCH, STEPS = 8, 4, 20
@@ -846,3 +852,94 @@ def test_sums_of_gradients_are_held_once(unequal: bool | None) -> None:
         out.state.sum().backward()
     assert out.plan is not None and out.plan.memory_bytes == 4 * layer
     assert meter.peak_bytes <= (4 + 6) * layer
+
+
+def test_a_limit_holds_where_state_0_wants_no_gradient() -> None:
+    """The steps after it save what the first one need not."""
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        gate = torch.sigmoid(x.repeat(1, 40))
+        wide = (h.repeat(1, 40) * gate).view(BATCH, 40, WIDTH)
+        h = torch.tanh(wide.mean(1) @ weight)
+        return h, h.square().mean()
+
+    x = torch.randn(60, BATCH, WIDTH)
+    for chunk in (1, None):
+        with pytest.raises(BudgetError) as refused:
+            mst.unroll(cell, zeros(), x, memory=1, chunk=chunk)
+        limit = refused.value.least_bytes
+        assert limit is not None
+        with Meter(torch.device("cpu")) as meter:
+            meter.ignore([x, weight])
+            mst.unroll(cell, zeros(), x, memory=2 * limit, chunk=chunk).loss.backward()
+            assert meter.peak_bytes <= 2 * limit + weight.nbytes + 1024  # and losses
+
+
+def test_autocast_inside_of_a_cell_keeps_its_cache() -> None:
+    """A weight that is used twice is cast once, and its gradient added in the lower precision."""
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+
+    def cell(h: Tensor, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = h @ weight + x @ weight
+        return torch.tanh(y.float())
+
+    x, found = torch.randn(12, BATCH, WIDTH), []
+    for planner in ("keep", "recompute"):
+        out = mst.unroll(cell, zeros(), x, planner=planner, memory="1 MiB", chunk=3)
+        found += torch.autograd.grad(out.state.sum(), weight)
+    h = zeros()
+    for t in range(12):
+        h = cell(h, x[t])
+    found += torch.autograd.grad(h.sum(), weight)
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[2])
+
+
+def test_equal_and_unequal_steps_have_rates_of_a_tier_of_their_own() -> None:
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h @ weight + x)
+        return h, h.square().mean()
+
+    x, tiers = torch.randn(60, BATCH, WIDTH), "memory:?buffers=1MiB"
+    how: Any = {"memory": "2 MiB", "tiers": tiers, "planner": "stream", "chunk": 2}
+    for unequal in (None, True, None):
+        out = mst.unroll(cell, zeros(), x, unequal=unequal, **how)
+        assert out.plan is not None and out.plan.planner == "stream"
+        out.loss.backward()
+
+
+def test_a_leaf_of_the_state_that_loses_its_gradient_moves_no_adjoint_of_the_check() -> None:
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+
+    def cell(state: Any, x: Tensor) -> Any:
+        h, old = state
+        new = torch.tanh(h @ weight + x + old)
+        return (h.detach(), new), new.sum(1)
+
+    start = zeros().requires_grad_(), zeros()
+    out = mst.unroll(
+        cell, start, torch.randn(20, BATCH, WIDTH), planner="recompute", memory="1 MiB"
+    )
+    assert out.plan is not None and out.plan.checked is not None
+    assert out.plan.checked.outcome == "equal"
+
+
+def test_chunks_that_are_run_with_a_graph_hold_that_of_one() -> None:
+    weight, h = torch.randn(16, 16, requires_grad=True), torch.zeros(32, 16, requires_grad=True)
+
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h @ weight)
+        h = torch.sigmoid(h + x).repeat(3, 1)[:32] * h
+        return h, h.square().mean()
+
+    x, limit = torch.randn(200, 32, 16), 60_000
+    mst.unroll(cell, h, x, memory=limit, chunk=3)  # planned
+    for _ in range(3):
+        with Meter(torch.device("cpu")) as meter:
+            meter.ignore([x, weight, h])
+            mst.unroll(cell, h, x, memory=limit, chunk=3).loss.backward()
+        weight.grad = h.grad = None
+        assert meter.peak_bytes <= limit + weight.nbytes + h.nbytes + 1024
