@@ -6,6 +6,7 @@ a write and a read cost, and where they go (`tier()`).
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections import deque
 from collections.abc import Sequence
@@ -59,7 +60,8 @@ class Storage:
     ) -> None:
         self.size_ckp, self.n_ckp, self.dtype = size_ckp, n_ckp, dtype
         self.wd, self.rd, self.name = wd, rd, str(name)
-        self._free = list(range(int(n_ckp)))[::-1]  # keys that hold no checkpoint of a revolver
+        # Keys that were given back by a revolver, and those that none was given yet.
+        self._free, self._fresh = list[int](), itertools.count()
 
     def save(self, key: int, data_pointers: Sequence[Array]) -> None:
         """Keep a copy of the arrays under `key`, 0 <= key < n_ckp."""
@@ -71,7 +73,7 @@ class Storage:
 
     def tier(self) -> Store:
         """Return the store that a `MultiLevelRevolver` uses for this storage, one for each."""
-        return StorageStore(self, self._free)
+        return StorageStore(self)
 
 
 class StorageStore(BaseStore):
@@ -79,11 +81,11 @@ class StorageStore(BaseStore):
 
     queue_depth = 1
 
-    def __init__(self, storage: Storage, free: list[int]) -> None:
+    def __init__(self, storage: Storage) -> None:
         self.name = storage.name
         self.stats = StoreStats()
         self.transfers: deque[TransferRecord] = deque(maxlen=4096)
-        self._storage, self._free = storage, free  # shared: keys are taken and given back at once
+        self._storage = storage
         self._layout: Layout  # since `open`
         self._keys: dict[int, int] = {}  # of a checkpoint -> of the storage
 
@@ -102,16 +104,19 @@ class StorageStore(BaseStore):
 
     def put(self, key: int, arrays: Sequence[Array], *, block: bool = False) -> bool:
         """Save; False when all keys are taken.  What `save` raises reaches the caller."""
-        try:
-            place = self._free.pop()
+        storage = self._storage
+        try:  # taken at once: revolvers of other threads may save meanwhile
+            place = storage._free.pop()
         except IndexError:
+            place = next(storage._fresh)
+        if place >= storage.n_ckp:
             self.stats.refused += 1
             return False
         began = perf_counter()
         try:
-            self._storage.save(place, list(arrays))
+            storage.save(place, list(arrays))
         except BaseException:
-            self._free.append(place)
+            storage._free.append(place)
             raise
         self._keys[key] = place
         nbytes, stats = self._layout.nbytes, self.stats
@@ -145,12 +150,12 @@ class StorageStore(BaseStore):
     def drop(self, key: int) -> None:
         """Give the key back."""
         if key in self._keys:
-            self._free.append(self._keys.pop(key))
+            self._storage._free.append(self._keys.pop(key))
             self.stats.stored_bytes -= self._layout.nbytes
 
     def close(self) -> None:
         """Give all keys back."""
-        self._free += self._keys.values()
+        self._storage._free += self._keys.values()
         self._keys.clear()
 
 

@@ -415,9 +415,12 @@ class ChainCall:
             with TURN.taken(), torch.enable_grad():
                 anew = self._reserving(planned, seen, planned.plan.peak_bytes, what)
                 anew, _ = self._within_limit(anew)
-        except BudgetError as error:  # a limit that was enough for the first call stays so
+        except BudgetError as error:
+            if not planned.seen.twice:
+                raise
+            # The next graph need not be kept, and the limit was enough for the first call.
             _log.info("the plan stays, since there is none with that room: %s", error)
-            planned.seen.most_bytes = 0
+            planned.seen.most_bytes, planned.seen.twice = 0, False
             return planned
         return chain.replaced(planned, anew)
 
