@@ -24,7 +24,7 @@ from .facts import Facts
 from .inputs import Inputs
 from .unroll_plan import UnrollPlan
 
-_MORE = 4.0  # times its nodes' results, at most, that a graph is taken to keep alive
+_UNSEEN = 4.0  # times its nodes' results, that a graph is taken to keep where none was measured
 _ALIKE = 1.1  # times the nodes expected, below which a graph is taken to be as planned
 
 
@@ -55,8 +55,8 @@ class Allowance:
         if over <= 0:
             return
         # What a graph keeps alive is more than the results of its nodes: masks, inputs.
-        every = max(1, self.facts.weight(0, self.plan.n_steps)[1])
-        more = min(_MORE, self.plan.keep_bytes / every)  # far more where first steps have no graph
+        every = self.facts.weight(0, self.plan.n_steps)[1]
+        more = self.plan.keep_bytes / every if every else _UNSEEN
         self._over[steps[0]] = over * max(1.0, more)
         self._require(steps, self.plan.peak_bytes + int(sum(self._over.values())))
 
