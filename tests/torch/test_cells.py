@@ -7,7 +7,6 @@ import gc
 import inspect
 import itertools
 import random
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -944,33 +943,6 @@ def test_chunks_that_are_run_with_a_graph_hold_that_of_one() -> None:
             mst.unroll(cell, h, x, memory=limit, chunk=3).loss.backward()
         weight.grad = h.grad = None
         assert meter.peak_bytes <= limit + weight.nbytes + h.nbytes + 1024
-
-
-def test_threads_whose_cell_has_hooks_on_its_parameters_take_turns() -> None:
-    """Where gradients are parts the hooks are off, which another thread must not see."""
-    cell, h = nn.GRUCell(WIDTH, WIDTH), zeros()
-    for parameter in cell.parameters():
-        parameter.register_hook(lambda gradient: gradient * 3)
-    xs = [torch.randn(120, BATCH, WIDTH) for _ in range(2)]
-
-    def gradients_by(planner: Any, x: Tensor) -> tuple[Tensor, ...]:
-        out = mst.unroll(cell, h, x, planner=planner, memory="1 GiB", chunk=4, outputs=None)
-        return torch.autograd.grad(out.state.sum(), list(cell.parameters()))
-
-    alone = [gradients_by("keep", x) for x in xs]
-    found: list[bool] = []
-
-    def train(number: int) -> None:
-        for _ in range(8):
-            now = gradients_by("recompute", xs[number])
-            found.append(all(map(torch.equal, now, alone[number])))
-
-    threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 16
 
 
 def test_a_graph_that_the_first_step_lacks_is_not_estimated_without_bound() -> None:
