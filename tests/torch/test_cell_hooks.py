@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -166,3 +167,135 @@ def on_parameters_later(net: Net, h: Tensor, x: Tensor) -> None:
 def test_other_hooks_are_refused(hook: Any, message: str) -> None:
     with pytest.raises(StateError, match=message):
         left_by(hook, {"planner": "recompute", "chunk": 3, "check": "off", "as_list": True})
+
+
+class Partial(nn.Module):
+    """A step that returns a parameter in its state, and does not use all that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.kept = nn.Parameter(torch.rand(4))
+
+    def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.linear(state[0]) * state[1] + x), self.kept
+
+
+def backward_of(net: Partial, x: Tensor, how: dict[str, Any]) -> list[Tensor | None]:
+    """Return gradients by a plan; plainly if there is none."""
+    for p in net.parameters():
+        p.grad = None
+    state: Any = (torch.zeros(2, 4), net.kept)
+    if how:
+        state = mst.unroll(net, state, x, outputs=None, **how).state
+    else:
+        for x_t in x:
+            state = net(state, x_t)
+    (state[0].sum() + (state[1] * torch.arange(4.0)).sum()).backward()
+    return [p.grad for p in net.parameters()]
+
+
+def same(ones: list[Tensor | None], others: list[Tensor | None]) -> bool:
+    pairs = zip(ones, others, strict=True)
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("how", [p for p in PLANS if "several" not in p], ids=str)
+def test_hooks_on_parameters_see_the_whole_gradient_or_are_not_called(how: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net, x = Partial(), torch.randn(STEPS, 2, 4)
+    seen: list[Tensor] = []
+    together: list[list[bool]] = []
+
+    def see(gradient: Tensor) -> Tensor:
+        seen.append(gradient.clone())
+        return gradient * 3
+
+    handles = [p.register_hook(see) for p in net.parameters()]
+    torch.autograd.graph.register_multi_grad_hook(
+        [net.linear.weight, net.spare.weight],
+        lambda gradients: together.append([g is not None for g in gradients]),
+    )
+    found = []
+    for each in ({}, how, how, {}):
+        seen.clear()
+        found.append((backward_of(net, x, each), sorted(g.norm().item() for g in seen)))
+    assert together == [[True, False]] * 4
+    for gradients, norms in found[1:]:
+        assert same(gradients, found[0][0])
+        assert norms == found[0][1] and len(norms) == 3
+    for handle in handles:  # which are of the hooks, whatever stands in their place
+        handle.remove()
+    seen.clear()
+    assert same(backward_of(net, x, how), backward_of(net, x, {})) and not seen
+
+
+@pytest.mark.parametrize("how", [p for p in PLANS if "several" not in p], ids=str)
+@pytest.mark.parametrize("used", [True, False])
+def test_hooks_on_parameters_that_are_outputs_see_the_whole_gradient(
+    used: bool, how: dict[str, Any]
+) -> None:
+    net, weight = nn.Linear(4, 4), nn.Parameter(torch.rand(2, 4))
+    seen: list[Tensor] = []
+
+    def see(gradient: Tensor) -> Tensor:
+        seen.append(gradient.clone())
+        return gradient.clamp(-2, 2) * 3
+
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        h = torch.tanh(net(h) * weight if used else net(h)) + x
+        return h, (weight, h)
+
+    torch.manual_seed(0)
+    weight.register_hook(see)
+    h, x, scale = torch.zeros(2, 4), torch.randn(STEPS, 2, 4), torch.randn(STEPS, 2, 4)
+    state, weights, hs = h, [], []
+    for x_t in x:
+        state, (y, h_t) = cell(state, x_t)
+        weights.append(y)
+        hs.append(h_t)
+    plain = (torch.stack(weights) * scale).sum() + torch.stack(hs).square().sum()
+    given: dict[str, Any] = {"parameters": [weight, *net.parameters()], **how}
+    out = mst.unroll(cell, h, x, **given)
+    ours = (out.outputs[0] * scale).sum() + out.outputs[1].square().sum()
+    wanted = [weight, *net.parameters()]
+    found = [torch.autograd.grad(loss, wanted) for loss in (plain, ours)]
+    assert all(map(torch.equal, *found))
+    assert len(seen) == 2 and torch.equal(*seen)
+
+
+@pytest.mark.parametrize("beside", ["unroll", "plain"])
+def test_hooks_on_parameters_are_called_in_other_threads(beside: str) -> None:
+    torch.manual_seed(0)
+    cell, h = nn.GRUCell(4, 8), torch.zeros(2, 8)
+    parameters = list(cell.parameters())
+    for p in parameters:
+        p.register_hook(lambda gradient: gradient * 3)
+    xs = [torch.randn(60, 2, 4) for _ in range(2)]
+
+    def plain(x: Tensor) -> list[Tensor | None]:
+        state = h
+        for x_t in x:
+            state = cell(x_t, state)
+        return list(torch.autograd.grad(state.sum(), parameters))
+
+    def unrolled(x: Tensor) -> list[Tensor | None]:
+        out = mst.unroll(cell, h, x, planner="recompute", chunk=3, outputs=None)
+        return list(torch.autograd.grad(out.state.sum(), parameters))
+
+    expected, results = [plain(x) for x in xs], list[object]()
+
+    def rounds(run: Callable[[Tensor], list[Tensor | None]], number: int) -> None:
+        for _ in range(12):
+            try:
+                results.append(same(run(xs[number]), expected[number]))
+            except Exception as error:  # as of hooks that were counted while others were aside
+                results.append(error)
+
+    runs = (unrolled, unrolled if beside == "unroll" else plain)
+    threads = [threading.Thread(target=rounds, args=(run, i)) for i, run in enumerate(runs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 24

@@ -120,6 +120,26 @@ def test_the_limit_holds_by_the_allocator(share: float, planner: Any) -> None:
     assert peak >= 0.7 * ours.plan.peak_bytes
 
 
+@pytest.mark.skipif(not REAL, reason="the compiler asks the driver about the device")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_compiled_models_are_within_the_limit_by_the_allocator(
+    share: float, autocast: bool
+) -> None:
+    x = torch.randn(64, 3, 32, 32, device=DEVICE)
+    plain = _chain()
+    ours = mst.compile(copy.deepcopy(plain), memory=share)
+    for a, b in zip(
+        _trained(plain, x, autocast=autocast), _trained(ours, x, autocast=autocast), strict=True
+    ):
+        assert torch.equal(a, b)
+    assert ours.plan is not None and not ours.plan.keeps_all
+    before = _alone(ours, x)
+    _trained(ours, x, autocast=autocast)
+    assert torch.cuda.max_memory_allocated() - before + x.nbytes <= ours.plan.memory_bytes
+
+
 @pytest.mark.skipif(not REAL, reason="a tier is measured with random numbers of the device")
 def test_stages_without_parameters_use_a_tier_of_the_device_of_their_input() -> None:
     x = torch.randn(1 << 22, device=DEVICE, requires_grad=True)

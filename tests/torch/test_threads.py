@@ -212,7 +212,8 @@ def test_hooks_of_a_check_in_another_thread_are_neither_the_cells_nor_kept() -> 
     parameter.register_hook(lambda _: None)
     handle = parameter.register_hook(_taker({}, "", id, set()))
     assert hooks_on([parameter]) == [1]
-    with without_hooks([parameter]):
-        assert len(parameter._backward_hooks or ()) == 1
+    with without_hooks([parameter], []):
+        assert len(parameter._backward_hooks or ()) == 2
+        assert hooks_on([parameter]) == [1]
         handle.remove()
     assert len(parameter._backward_hooks or ()) == 1

@@ -24,7 +24,7 @@ from torch._C._dynamo.eval_frame import (
     set_eval_frame,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -139,8 +139,8 @@ class Settings:
                 # Torch's own and ours observe, and should not count twice.
                 observes = type(mode).__module__.split(".", 1)[0] in ("torch", "multistage")
                 if mode not in now.operator_modes and not observes:
-                    torch.utils._python_dispatch._push_mode(mode)
-                    stack.callback(torch.utils._python_dispatch._pop_mode)
+                    _push_mode(mode)
+                    stack.callback(_pop_mode)
             present = Autocast.capture([each.device_type for each in self.autocast])
             for each, around in zip(self.autocast, present, strict=True):
                 # Where none is around, regions inside have caches of their own.

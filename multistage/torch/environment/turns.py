@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+import torch
+
 from ...errors import StateError
 
 PATIENCE_S = 600.0
@@ -21,6 +23,9 @@ PATIENCE_S = 600.0
 
 class Turn:
     """A re-entrant lock that is given up on where nothing moves.
+
+    Who holds it has autograd work in its own thread, for devices too: their threads, which
+    passes of all threads share, might run a stage again, and wait for the turn forever.
 
     Parameters
     ----------
@@ -58,7 +63,8 @@ class Turn:
                     "meanwhile; if that stage waits for this thread, run the chain in one thread"
                 )
         try:
-            yield
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
         finally:
             self._moves += 1
             self._lock.release()

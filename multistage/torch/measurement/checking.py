@@ -43,7 +43,7 @@ from ..tensors.checksums import fingerprint
 from ..tensors.graphs import nodes_below
 from ..tensors.meter import Meter, Seeing, bytes_held
 from ..tensors.sums import Sums, differentiate
-from .exploring import Call, hooks_silent, without_hooks
+from .exploring import Call, hooks_silent, this_pass, without_hooks
 from .measure import Profile
 from .plainly import TooDear, Windowed, forgetting
 
@@ -60,8 +60,8 @@ _MOST_RUNS = 8
 _SECONDS = 1.0
 # In which all that attributes hold has been replaced.
 _MOST_ITERATIONS = 4
+_DRAWN = 1_048_573  # random numbers that are repeated: a prime, which no shape is a multiple of
 _ABSENT = object()
-_this_pass = torch._C._current_graph_task_id  # of the backward at work in this thread
 # Of two runs of operators that are not deterministic, relative: sums in another order.  Those of
 # a processor hardly ever are; a hidden counter behind a norm may be felt no more than 1e-3.
 _ROUNDING, _ROUNDING_ON_CPU = 1e-3, 1e-5
@@ -432,16 +432,16 @@ class Both:
             return found
         # A forward that runs again in between may differentiate by the same tensors.
         passes: set[int] = set()
-        with without_hooks(targets), contextlib.ExitStack() as ours:
+        # Handed over, as a loss hands them over: held here, they would count all the way.
+        entry = Sums(roots).roots([_adjoint(t, k) for k, t in numbered.items()])
+        with without_hooks(targets, entry) as begun, contextlib.ExitStack() as ours:
             for root in roots:
-                ours.callback(root.register_hook(lambda _: passes.add(_this_pass())).remove)
+                ours.callback(root.register_hook(lambda _: passes.add(this_pass())).remove)
             for target in targets:
                 take = _taker(found, names[id(target)], look, passes)
                 ours.callback(target.register_hook(take).remove)
             keep = self._targets is not None or bool(ends)
-            # Handed over, as a loss hands them over: held here, they would count all the way.
-            pairs = Sums(roots).roots([_adjoint(t, k) for k, t in numbered.items()])
-            end, start = [root for root, _ in pairs], [gradient for _, gradient in pairs]
+            end, start = [root for root, _ in begun], [gradient for _, gradient in begun]
             differentiate(end, start, targets, keep=keep)
         return found
 
@@ -520,7 +520,7 @@ def _taker(
     found: Seen, name: str, look: Callable[[Tensor], object], passes: Set[int]
 ) -> Callable[[Tensor | None], Tensor | None]:
     def take(gradient: Tensor | None) -> Tensor | None:
-        if gradient is None or _this_pass() not in passes:  # None: a Function returned none
+        if gradient is None or this_pass() not in passes:  # None: a Function returned none
             return None
         found[name] = look(gradient)
         # What is kept until the end is one number in place of the gradient.
@@ -534,8 +534,12 @@ def _taker(
 
 def _adjoint(output: Tensor, number: int) -> Tensor:
     """Return a gradient of an output: random, since equal ones vanish in a softmax or a norm."""
-    generator = torch.Generator(output.device).manual_seed(number)
-    return torch.empty_like(output).normal_(generator=generator)
+    made, generator = torch.empty_like(output), torch.Generator().manual_seed(number)
+    with _disable_current_modes():  # on the host, and no part of what an iteration holds
+        drawn = torch.randn(min(_DRAWN, made.numel()), dtype=made.dtype, generator=generator)
+    for part in made.as_strided((made.numel(),), (1,)).split(_DRAWN):
+        part.copy_(drawn[: len(part)])
+    return made
 
 
 def _writable(inputs: object) -> object:

@@ -6,12 +6,13 @@ Found by running each once, on a sample, and leaving all as it was.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +30,16 @@ from ..environment.states import tensors_in, wants_of, with_tensors
 from ..tensors.checksums import same_bits
 from ..tensors.graphs import nodes_below
 from ..tensors.meter import Operations, storages_among, storages_of
+from ..tensors.sums import Sums
 from .saved import Saved
 from .traits import OfGraph, Traits
 
 Call: TypeAlias = Callable[..., object]  # of a state
+Hook: TypeAlias = Callable[[Tensor], Tensor | None]
 _State = TypeVar("_State")
 _CHECKING = f"{__package__}.checking"
+this_pass = torch._C._current_graph_task_id  # of the backward at work in this thread
+_OF_PARTS: set[int] = set()  # passes at work, of all threads, that users' hooks are not to see
 _FILLS = ("RreluWithNoiseBackward",)  # the slopes that random leaky ReLU draws
 
 
@@ -80,32 +85,88 @@ def _but_of(modules: set[int], hook: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+class _SeesWhole:
+    """A user's hook that is not called with gradients of parts, nor with none.
+
+    It stays in the hook's place, for passes of other threads meet it meanwhile.
+    """
+
+    def __init__(self, hook: Hook) -> None:
+        functools.update_wrapper(self, hook, updated=())
+        self.hook = hook
+        # Counts its calls, so that those without a gradient are no fewer.
+        self._counts = _module_of(hook) == torch.autograd.graph.__name__
+
+    def __call__(self, gradient: Tensor | None) -> Any:
+        """Call the hook, as autograd does."""
+        if this_pass() in _OF_PARTS or (gradient is None and not self._counts):
+            return None
+        return cast(Callable[[Tensor | None], Any], self.hook)(gradient)
+
+
+def let_see_wholes(tensors: Iterable[Tensor]) -> None:
+    """Keep the hooks that tensors have from seeing gradients of parts, or none."""
+    for tensor in tensors:
+        hooks: dict[int, Callable[..., Any]] = tensor._backward_hooks or {}
+        for key, hook in hooks_of(tensor).items():
+            if isinstance(hooks.get(key), _SeesWhole):
+                continue
+            sees_whole = _SeesWhole(hook)
+            # Nothing is called in between, where another thread might remove it.
+            if key in hooks:
+                hooks[key] = sees_whole
+
+
 @contextlib.contextmanager
-def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+def without_hooks(
+    parameters: Sequence[Tensor], roots: Sequence[tuple[Tensor, Tensor | None]]
+) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
     """Keep the users' hooks from seeing the gradient of a part: they see the whole, once.
 
-    So does `.grad` of a tensor that is no leaf and retains its gradient.
+    So does `.grad` of a tensor that is no leaf and retains its gradient.  The part is the pass
+    from the roots that are returned; other passes, as in other threads, call the hooks.
     """
-    aside = [(p._backward_hooks or {}, hooks_of(p)) for p in parameters]
+    let_see_wholes(parameters)
+    hooked = {id(p) for p in parameters if hooks_of(p)}
+    begun = [(t, g) for t, g in roots if id(t) not in hooked]
+    # The hooks of a root would be called before the pass is known: another root leads to it.
+    if early := [(t, g) for t, g in roots if id(t) in hooked]:
+        begun += Sums([t for t, _ in early]).roots([g for _, g in early])
+    passes: set[int] = set()
+
+    def note(_: object) -> None:
+        passes.add(this_pass())
+        _OF_PARTS.add(this_pass())
+
+    nodes = {t.grad_fn for t, _ in begun if t.grad_fn is not None} if hooked else set()
+    handles = [node.register_prehook(note) for node in nodes]
+    del nodes
     retained = [(p, p.grad) for p in parameters if p.retains_grad]
-    for hooks, kept in aside:
-        for key in kept:
-            hooks.pop(key, None)
     for parameter, _ in retained:
         parameter.grad = None
     try:
-        yield
+        yield begun
     finally:
-        for hooks, kept in aside:
-            hooks.update(kept)
+        _OF_PARTS.difference_update(passes)
+        for handle in handles:
+            handle.remove()
         for parameter, gradient in retained:
             parameter.grad = gradient
 
 
-def hooks_of(tensor: Tensor) -> dict[int, Callable[[Tensor], Tensor | None]]:
+def hooks_of(tensor: Tensor) -> dict[int, Hook]:
     """Return the hooks that users have set, not those of a check, maybe in another thread."""
     hooks = list((tensor._backward_hooks or {}).items())
-    return {key: hook for key, hook in hooks if getattr(hook, "__module__", "") != _CHECKING}
+    return {key: users(hook) for key, hook in hooks if _module_of(hook) != _CHECKING}
+
+
+def users(hook: Hook) -> Hook:
+    """Return a hook as the user has set it."""
+    return hook.hook if isinstance(hook, _SeesWhole) else hook
+
+
+def _module_of(hook: object) -> str:
+    return getattr(hook, "__module__", None) or ""
 
 
 class HooksOnTensors(TorchFunctionMode):

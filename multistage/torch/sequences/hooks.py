@@ -10,8 +10,8 @@ tensor of the caller.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NoReturn, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -19,9 +19,7 @@ from torch.autograd.graph import Node
 
 from ...errors import StateError
 from ..environment.turns import TURN
-from ..measurement.exploring import hooks_of
-
-Hook: TypeAlias = Callable[[Tensor], Tensor | None]
+from ..measurement.exploring import Hook, hooks_of, users
 
 
 class HandedDown:
@@ -81,7 +79,7 @@ def _taken(leaf: Tensor, name: str) -> list[Hook]:
         raise StateError(f"{name} calls register_post_accumulate_grad_hook on {_OTHERS}")
     if not leaf._backward_hooks:
         return []
-    hooks: list[Hook] = list(leaf._backward_hooks.values())
+    hooks: list[Hook] = [users(hook) for hook in leaf._backward_hooks.values()]
     if any(getattr(hook, "__module__", None) == torch.autograd.graph.__name__ for hook in hooks):
         raise StateError(f"{name} calls register_multi_grad_hook on {_OTHERS}")
     leaf._backward_hooks.clear()

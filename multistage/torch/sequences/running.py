@@ -32,7 +32,7 @@ from ...support.interrupts import Shield
 from ...support.progress import Bars
 from ..environment.randomness import cuda_or_cpu, refuse_hidden_draws
 from ..measurement.checking import Checked, check_chain
-from ..measurement.exploring import hooks_silent
+from ..measurement.exploring import hooks_silent, let_see_wholes
 from ..offload import offload
 from ..tensors.states import TensorLayout, TensorState
 from ..tiers.pinned import open_tiers
@@ -328,6 +328,8 @@ class _ThroughAutograd(torch.autograd.Function):
         ]
         of_state = ctx.run.backward(tuple(each[:count]), each[count:])
         assert chain.of_inputs is not None
+        # Plain autograd would not call the hooks of those that get no gradient.
+        let_see_wholes([*chain.hooks.state_0, *chain.inputs.tensors(), *chain.facts.parameters])
         of_inputs, sums = chain.of_inputs.values(), chain.sums
         chain.of_inputs, chain.sums = None, []
         return (None, *of_state, *of_inputs, *sums)

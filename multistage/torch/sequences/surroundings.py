@@ -64,12 +64,8 @@ class Surroundings:
         return Environment(self._cells.scope, self._cells.name, changing, keep_values=False)
 
     def turn(self) -> AbstractContextManager[None]:
-        """Wait until no other thread uses what the cell shares with it.
-
-        Hooks on parameters, too: they are taken off where gradients are parts.
-        """
-        shares = any(self._facts.draws) or bool(self._groups) or any(self._hooks)
-        return TURN.taken() if shares else nullcontext()
+        """Wait until no other thread uses what the cell shares with it."""
+        return TURN.taken() if any(self._facts.draws) or self._groups else nullcontext()
 
     def names(self) -> list[str]:
         """Return names of the tensors of `now`, for messages."""

@@ -415,7 +415,8 @@ class ThroughTime:
         targets = [*wanted, *[x for _, x in xs], *[parameters[i] for i in chosen]]
         measured = self.samples is None  # a plan that keeps all may follow
         alike = contextlib.nullcontext() if measured else self.around.no_draws(*self._steps(k))
-        with without_hooks(parameters), alike, self._refusing_late_writes(k):
+        part = without_hooks(parameters, roots)
+        with part as roots, alike, self._refusing_late_writes(k):
             found = gradients_of(self.cells.name, roots, targets)
         for (place, _), gradient in zip(xs, found[len(wanted) :], strict=False):
             if gradient is not None and self.of_inputs is not None:

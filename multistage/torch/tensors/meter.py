@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from ...support.free_memory import default_budget_bytes
 from .sums import differentiate
@@ -43,11 +43,12 @@ class Seeing(TorchDispatchMode):
         skips = not self.ignore_compile_internals()
         self._eager.append(_without_compiler() if skips else contextlib.nullcontext())
         self._eager[-1].__enter__()
-        super().__enter__()
+        # Not by `super`, whose flags are one for all threads: two at a time leave them set.
+        _push_mode(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+        _pop_mode()
         self._eager.pop().__exit__(None, None, None)
 
     def __torch_dispatch__(
@@ -269,7 +270,7 @@ def _end_last_task(device: torch.device) -> None:
 
     It holds them until it is given another, or a moment longer than `backward` takes.
     """
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.autograd.set_multithreading_enabled(True):
         leaf = torch.ones(0, device=device, requires_grad=True)  # allocates nothing
         differentiate([leaf.clone()], [torch.ones(0, device=device)], [leaf])
 
