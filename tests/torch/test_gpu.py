@@ -123,21 +123,31 @@ def test_the_limit_holds_by_the_allocator(share: float, planner: Any) -> None:
 @pytest.mark.skipif(not REAL, reason="the compiler asks the driver about the device")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("share", [0.4, 0.7])
+@pytest.mark.parametrize("share", [1.1, 1.5])
 def test_compiled_models_are_within_the_limit_by_the_allocator(
     share: float, autocast: bool
 ) -> None:
     x = torch.randn(64, 3, 32, 32, device=DEVICE)
     plain = _chain()
-    ours = mst.compile(copy.deepcopy(plain), memory=share)
+    with (
+        pytest.raises(BudgetError) as refused,
+        torch.autocast(DEVICE, torch.bfloat16, enabled=autocast),
+    ):
+        mst.compile(copy.deepcopy(plain), memory=1)(x)
+    assert refused.value.least_bytes is not None
+    ours = mst.compile(copy.deepcopy(plain), memory=int(share * refused.value.least_bytes))
     for a, b in zip(
         _trained(plain, x, autocast=autocast), _trained(ours, x, autocast=autocast), strict=True
     ):
         assert torch.equal(a, b)
-    assert ours.plan is not None and not ours.plan.keeps_all
+    adjoint = torch.ones_like(plain(x))
     before = _alone(ours, x)
-    _trained(ours, x, autocast=autocast)
-    assert torch.cuda.max_memory_allocated() - before + x.nbytes <= ours.plan.memory_bytes
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+        y = ours(x)
+    y.backward(adjoint.to(y.dtype))
+    assert ours.plan is not None and not ours.plan.keeps_all
+    beside = x.nbytes + adjoint.nbytes
+    assert torch.cuda.max_memory_allocated() - before <= ours.plan.memory_bytes + beside
 
 
 @pytest.mark.skipif(not REAL, reason="a tier is measured with random numbers of the device")
@@ -242,14 +252,14 @@ def test_memory_of_a_sequence_is_flat() -> None:
             out.loss.backward()
             del out
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    assert peaks[1] <= 1.1 * peaks[0]
-    assert peaks[1] <= limit + (1 << 20)
+    assert max(peaks) <= limit + (1 << 20)  # however many steps
 
 
 def test_a_peak_is_the_same_each_time() -> None:
     """Autograd's thread gave its last gradients back too late for what was measured next."""
     weight = torch.ones(256, 1024, device=DEVICE, requires_grad=True)
     x = torch.ones(1, 256, device=DEVICE)
+    _alone(weight, x)
     peaks = set()
     for _ in range(100):
         torch.autograd.grad((x @ weight).sum() + (x @ weight).sum(), weight)

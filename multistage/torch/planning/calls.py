@@ -335,7 +335,7 @@ class ChainCall:
         """
         if self._facts.collective:
             return planned, None
-        meter, ran = Meter(self._chain.device), None
+        meter, ran = Meter(self._chain.device, by_storages=True), None
         for number in range(_MOST_PLANS):
             # What is on its way to a tier depends on the tier's speed.
             if planned.is_roomy or planned.plan.writes:

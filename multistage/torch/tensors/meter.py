@@ -127,6 +127,9 @@ class Meter(Seeing):
         Where memory is counted.
     notes : bool
         Whether to note the operations and their shapes too.
+    by_storages : bool
+        Whether to count storages on a CUDA device too, whose allocator else counts whatever
+        it has given out: workspaces of libraries, and what another stream may still use.
 
     Examples
     --------
@@ -137,11 +140,14 @@ class Meter(Seeing):
     (4004, 8004)
     """
 
-    def __init__(self, device: torch.device, *, notes: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, *, notes: bool = False, by_storages: bool = False
+    ) -> None:
         super().__init__()
         self._operations: list[object] | None = [] if notes else None
         self._device = device
-        self._cuda = device.type == "cuda"
+        self._cuda = device.type == "cuda" and not by_storages
+        self._block = _BLOCK if device.type == "cuda" else 1
         self._references: dict[int, _Reference] = {}  # by the storage's address
         self.sizes_vary = False  # whether an operation's depend on the values of tensors
         self._live = 0
@@ -165,7 +171,7 @@ class Meter(Seeing):
         for key, storage in storages_of(tensor).items():
             known = self._references.get(key)
             if known is None or known() is None:
-                nbytes = storage.nbytes() if counted else 0
+                nbytes = -(-storage.nbytes() // self._block) * self._block if counted else 0
                 self._references[key] = _Reference(storage, nbytes, self._freed)
                 self._live += nbytes
 
