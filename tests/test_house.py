@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_952,
+    "package_lines": 61_975,
     "classes": 478,
-    "functions": 3942,
+    "functions": 3944,
     "files_under_60": 3,
-    "import_lines": 3549,
+    "import_lines": 3548,
     "twins": 0,
-    "test_lines": 58_866,
+    "test_lines": 58_917,
 }
 
 

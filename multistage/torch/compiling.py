@@ -29,7 +29,7 @@ from ..planners.chain.heterogeneous import ChainPlanner
 from ..support.units import format_bytes
 from .adopting import InFront, YieldingProperty, yielding
 from .environment.scope import Scope
-from .environment.turns import TURN
+from .environment.turns import TURN, unseen
 from .measurement.checking import Check, Checked, checked_choice
 from .measurement.exploring import fresh_copy, untouched
 from .measurement.saved import Saved
@@ -415,7 +415,9 @@ class _Graph:
     def _cut(
         self, arguments: tuple[object, ...], own: tuple[bool, ...], *, finely: bool = False
     ) -> Chain:
-        return Chain(GraphStages(self._graph, arguments, own, finely=finely), self._settings)
+        with unseen():
+            stages = GraphStages(self._graph, arguments, own, finely=finely)
+        return Chain(stages, self._settings)
 
 
 class _Outside:
@@ -454,7 +456,6 @@ class _Outside:
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):  # which torch.func does not support
                 raise
-            torch._C._autograd._saved_tensors_hooks_enable()  # TorchDynamo's error leaves them off
             raise ArgumentError(
                 f"{name} computes gradients by torch.func, beside which what autograd holds for "
                 "code between graphs cannot be counted; use torch.autograd.grad, or remove the "

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import multistage.torch as mst
@@ -203,6 +204,15 @@ def transformed(block: Any, y: Tensor) -> Tensor:
 
 def vectorised(block: Any, y: Tensor) -> Tensor:
     return y * torch.vmap(lambda row: row.softmax(0))(y)
+
+
+def differentiated(block: Any, y: Tensor) -> Tensor:
+    return y + torch.vmap(torch.func.grad(lambda row: torch.tanh(row).square().sum()))(y)
+
+
+def branching(block: Any, y: Tensor) -> Tensor:
+    found: Tensor = torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,))
+    return found
 
 
 def remembered(block: Any, y: Tensor) -> Tensor:
@@ -1191,6 +1201,7 @@ exec("def asserting(block, y):\n    assert len(y) < 32, 'too many'\n    return y
         (nn.BatchNorm1d(WIDTH, momentum=None), (batch(),), ArgumentError, "whole at .*data-dep"),
         (Net(), (batch().to_sparse(),), ArgumentError, "whole at .*sparse Tensors"),
         (Net(lambda _, y: y.to_sparse()), (batch(),), ArgumentError, "whole at .*sparse Tensors"),
+        (Net(branching), (batch(),), ArgumentError, "operator 'cond', inside of which"),
     ],
 )
 def test_a_failed_call_raises_what_the_model_raises_or_says_why(
@@ -1378,3 +1389,43 @@ def test_a_call_inside_of_torch_func_says_so() -> None:
     model = mst.compile(net, memory="1 MiB")
     with pytest.raises(ArgumentError, match=r"cannot be captured whole: .*torch\.func\.grad"):
         torch.func.grad(lambda x: model(x).sum())(torch.randn(3, 4))
+
+
+def test_hooks_on_saved_tensors_around_a_first_call_see_what_they_see_later() -> None:
+    ours, counts = mst.compile(Net(blocks=6), memory=0.6), []
+    for _ in range(3):
+        seen: list[Tensor] = []
+
+        def see(tensor: Tensor, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+            loss = ours(batch()).square().mean()
+        loss.backward()
+        counts.append(len(seen))
+    assert counts[0] == counts[1] == counts[2] > 0
+
+
+def test_a_first_call_inside_of_a_checkpoint() -> None:
+    plain = Net(dropping, blocks=6)
+    ours = copy.deepcopy(plain)
+
+    def checkpointed(model: nn.Module) -> Callable[[Tensor], Tensor]:
+        def call(x: Tensor) -> Tensor:
+            found: Tensor = checkpoint(model, x.requires_grad_(), use_reentrant=False)
+            return found
+
+        return call
+
+    found = trained(checkpointed(mst.compile(ours, memory=0.7)), ours, batch())
+    assert_equal(found, trained(checkpointed(plain), plain, batch()))
+
+
+def test_a_model_that_maps_gradients_of_torch_func() -> None:
+    plain, x = Net(differentiated), batch()
+    ours = copy.deepcopy(plain)
+    compiled = mst.compile(ours, memory=0.95)
+    assert_equal(trained(compiled, ours, x), trained(plain, plain, x))
+    assert compiled.plan is not None and not compiled.plan.keeps_all
+    assert torch._C._autograd._saved_tensors_hooks_is_enabled()

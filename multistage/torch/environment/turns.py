@@ -71,3 +71,31 @@ class Turn:
 
 
 TURN = Turn()  # generators belong to the process
+
+
+@contextlib.contextmanager
+def looking() -> Iterator[None]:
+    """Run stages or steps to look at them: in this thread's turn, unseen by hooks on saved tensors.
+
+    Buffers and generators are put back, which other threads must not use meanwhile.
+    """
+    with unseen(), TURN.taken():
+        yield
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Run what is no part of the computation unseen by hooks on saved tensors.
+
+    A checkpoint or a chain around would count the tensors that are saved, which are others when
+    it runs again.
+    """
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -52,8 +52,8 @@ class Saved:
         Whether one of them was asked for in the context.
     """
 
-    __slots__ = ("_boxes", "_give", "_inside", "_outer", "_runs", "_see", "_stage", "_through",
-                 "count", "is_asked")  # fmt: skip
+    __slots__ = ("_boxes", "_give", "_inside", "_level", "_outer", "_runs", "_see", "_stage",
+                 "_through", "count", "is_asked")  # fmt: skip
 
     def __init__(
         self,
@@ -74,11 +74,15 @@ class Saved:
     def __enter__(self) -> Saved:
         if self._through:
             self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self._runs = True
+        self._runs, self._level = True, _level()
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
         return self
 
     def __exit__(self, *error: object) -> None:
+        if error[0] is not None:  # in a captured graph nothing ends the transforms of torch.func
+            while _level() > self._level:
+                torch._C._functorch.pop_dynamic_layer_stack()
+            torch._C._autograd._saved_tensors_hooks_enable()
         torch._C._autograd._pop_saved_tensors_default_hooks()
         # Graphs refer to this for as long as they live.
         self._runs, self._see, self._inside = False, None, None
@@ -120,6 +124,12 @@ class Saved:
         if kept.held._version != kept.version:
             raise written_to(self._stage)
         return kept.held
+
+
+def _level() -> int:
+    """Return how many transforms of torch.func are at work in this thread."""
+    top = torch._C._functorch.peek_interpreter_stack()
+    return 0 if top is None else top.level()
 
 
 class _Box:

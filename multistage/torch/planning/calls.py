@@ -36,7 +36,7 @@ from ..environment.randomness import cuda_or_cpu, device_types, refuse_hidden_dr
 from ..environment.scope import Found, Scope
 from ..environment.settings import Settings
 from ..environment.states import leaves_of, tensors_in
-from ..environment.turns import TURN
+from ..environment.turns import looking
 from ..measurement.checking import Both, Checked, NotAlone, check_chain, room_for_tapes
 from ..measurement.checking import Seen as Ran
 from ..measurement.exploring import Call
@@ -164,7 +164,7 @@ class ChainCall:
                     "the input is of another kind (shapes, dtypes, devices, modes) than the one "
                     "planned for; call prepare() with a sample of it, or use replan=True"
                 )
-            with TURN.taken():  # generators and buffers are put back at the end
+            with looking():  # generators and buffers are put back at the end
                 planned = None if together else self._estimated(kind)
                 planned = planned or self._made(together)
             chain.known[kind] = planned
@@ -412,7 +412,7 @@ class ChainCall:
                 stacklevel=2,
             )
         try:
-            with TURN.taken(), torch.enable_grad():
+            with looking(), torch.enable_grad():
                 anew = self._reserving(planned, seen, planned.plan.peak_bytes, what)
                 anew, _ = self._within_limit(anew)
         except BudgetError as error:
@@ -443,7 +443,7 @@ class ChainCall:
                 "give prepare(), or profile, the input that needs most, or let the chain plan "
                 "again (replan=True, no costs=, and a first stage that does not write to its input)"
             )
-        with TURN.taken(), torch.enable_grad():
+        with looking(), torch.enable_grad():
             found = at_least(self._measured(planned.stages), planned.measured, larger)
             try:
                 anew = self._fitted(found)

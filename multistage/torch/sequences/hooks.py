@@ -9,8 +9,7 @@ tensor of the caller.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ...errors import StateError
-from ..environment.turns import TURN
 from ..measurement.exploring import Hook, hooks_of, users
 
 
@@ -123,31 +121,3 @@ def refuse_hooks_on_parameters(name: str, when: str) -> NoReturn:
         f"{name} sets a hook on one of its parameters when it runs ({when}), and would once more "
         "when it is run again; set it outside of the cell"
     )
-
-
-@contextlib.contextmanager
-def looking() -> Iterator[None]:
-    """Run steps to look at them: in this thread's turn, and unseen by hooks on saved tensors.
-
-    Buffers and generators are put back, which other threads must not use meanwhile.
-    """
-    with unseen(), TURN.taken():
-        yield
-
-
-@contextlib.contextmanager
-def unseen() -> Iterator[None]:
-    """Run steps whose graph is no part of the computation unseen by hooks on saved tensors.
-
-    A checkpoint or a chain around would count the tensors that are saved, which are others when
-    it runs again.
-    """
-    hooks = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

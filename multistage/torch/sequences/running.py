@@ -31,6 +31,7 @@ from ...states.layout import Layout
 from ...support.interrupts import Shield
 from ...support.progress import Bars
 from ..environment.randomness import cuda_or_cpu, refuse_hidden_draws
+from ..environment.turns import looking
 from ..measurement.checking import Checked, check_chain
 from ..measurement.exploring import hooks_silent, let_see_wholes
 from ..offload import offload
@@ -40,7 +41,6 @@ from .allowances import Allowance
 from .arguments import Settings
 from .costs import Steps
 from .facts import Facts, run_steps
-from .hooks import looking
 from .inputs import InputGradients
 from .planning import planned
 from .remembered import KNOWN, Known

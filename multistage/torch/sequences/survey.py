@@ -29,6 +29,7 @@ from ..environment.captured import Environment, generators_of
 from ..environment.randomness import Generators, State
 from ..environment.settings import casting_anew, leave_hooks_alone
 from ..environment.states import tensors_in
+from ..environment.turns import looking
 from ..measurement.checking import complain
 from ..measurement.saved import Saved, nodes_made
 from ..tensors.checksums import checksum
@@ -48,7 +49,6 @@ from .cells import Cell, Cells, known_parameters, state_leaves
 from .facts import Facts, StateKind, StepKind, XKind, form_of, kind_of_tree
 from .hooks import (
     hooks_on,
-    looking,
     refuse_hooks_on_inputs,
     refuse_hooks_on_nodes,
     refuse_hooks_on_parameters,

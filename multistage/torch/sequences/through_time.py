@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError, BudgetError, StateError
-from ..environment.turns import TURN
+from ..environment.turns import TURN, unseen
 from ..measurement.checking import complain
 from ..measurement.exploring import without_hooks
 from ..tensors.checksums import Checksums
@@ -30,7 +30,7 @@ from .arguments import Settings
 from .boundaries import Boundaries
 from .cells import Cells
 from .facts import Facts, Ys, run_steps
-from .hooks import HandedDown, refuse_hooks_on_inputs, unseen
+from .hooks import HandedDown, refuse_hooks_on_inputs
 from .inputs import InputGradients, Inputs, Taken
 from .remembered import Known
 from .results import Collector, Outputs
