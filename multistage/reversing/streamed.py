@@ -58,7 +58,7 @@ def require_room(store: Store, costs: StageCosts) -> None:
     if least and store.capacity_states(Layout.up_to(least)) == 0:
         raise StoreError(
             f"tier {store.name!r} has a capacity of {store.capacity_bytes} bytes, the smallest "
-            f"state takes {least} bytes; raise its capacity or leave it out"
+            f"state takes {round_up(least)} bytes of it; raise its capacity or leave it out"
         )
 
 
