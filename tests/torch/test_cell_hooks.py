@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import StateError
+from multistage.torch.measurement.exploring import let_see_wholes
 
 STEPS = 12
 
@@ -299,3 +300,40 @@ def test_hooks_on_parameters_are_called_in_other_threads(beside: str) -> None:
     for thread in threads:
         thread.join()
     assert results == [True] * 24
+
+
+@pytest.mark.parametrize("how", [{}, *(p for p in PLANS if "several" not in p)], ids=str)
+def test_a_pass_by_a_node_that_a_part_begins_at_calls_hooks(how: dict[str, Any]) -> None:
+    """A computed parameter is returned, and a hook in the cell differentiates by it."""
+    torch.manual_seed(0)
+    weight, bias = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4))
+    seen: list[Tensor] = []
+    weight.register_hook(seen.append)  # returns None
+    bias.register_hook(lambda g: g * 2)
+    let_see_wholes([weight])  # as an earlier sequence does
+    computed = weight * 2
+
+    def cell(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h * computed + x + bias)
+
+        def inner(_: Tensor) -> None:
+            with torch.enable_grad():
+                torch.autograd.grad(computed.sum(), weight, retain_graph=True)
+
+        if h.requires_grad:
+            h.register_hook(inner)
+        return h, computed
+
+    h, xs = torch.zeros(4), torch.randn(STEPS, 4)
+    if how:
+        out = mst.unroll(cell, h, xs, parameters=[computed, bias], **{**how, "check": "off"})
+        loss = out.state.sum() + out.outputs.sum()
+    else:
+        loss = torch.zeros(())
+        for x in xs:
+            h, y = cell(h, x)
+            loss = loss + y.sum()
+        loss = loss + h.sum()
+    seen.clear()
+    loss.backward()
+    assert len(seen) == STEPS + 1

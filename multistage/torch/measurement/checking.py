@@ -60,7 +60,9 @@ _MOST_RUNS = 8
 _SECONDS = 1.0
 # In which all that attributes hold has been replaced.
 _MOST_ITERATIONS = 4
-_DRAWN = 1_048_573  # random numbers that are repeated: a prime, which no shape is a multiple of
+_MOST_DRAWN = (
+    1_048_573  # random numbers that are repeated: a prime, which no shape is a multiple of
+)
 _ABSENT = object()
 # Of two runs of operators that are not deterministic, relative: sums in another order.  Those of
 # a processor hardly ever are; a hidden counter behind a norm may be felt no more than 1e-3.
@@ -433,7 +435,7 @@ class Both:
         # A forward that runs again in between may differentiate by the same tensors.
         passes: set[int] = set()
         # Handed over, as a loss hands them over: held here, they would count all the way.
-        entry = Sums(roots).roots([_adjoint(t, k) for k, t in numbered.items()])
+        entry = Sums(roots).roots([_drawn(t, k) for k, t in numbered.items()])
         with without_hooks(targets, entry) as begun, contextlib.ExitStack() as ours:
             for root in roots:
                 ours.callback(root.register_hook(lambda _: passes.add(this_pass())).remove)
@@ -532,12 +534,12 @@ def _taker(
     return take
 
 
-def _adjoint(output: Tensor, number: int) -> Tensor:
-    """Return a gradient of an output: random, since equal ones vanish in a softmax or a norm."""
+def _drawn(output: Tensor, number: int) -> Tensor:
+    """Return random numbers in the form of an output: equal ones vanish in a softmax or a norm."""
     made, generator = torch.empty_like(output), torch.Generator().manual_seed(number)
     with _disable_current_modes():  # on the host, and no part of what an iteration holds
-        drawn = torch.randn(min(_DRAWN, made.numel()), dtype=made.dtype, generator=generator)
-    for part in made.as_strided((made.numel(),), (1,)).split(_DRAWN):
+        drawn = torch.randn(min(_MOST_DRAWN, made.numel()), dtype=made.dtype, generator=generator)
+    for part in made.as_strided((made.numel(),), (1,)).split(_MOST_DRAWN):
         part.copy_(drawn[: len(part)])
     return made
 
@@ -593,9 +595,8 @@ def projected(tensor: Tensor) -> object:
     tensor = tensor.detach()
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return fingerprint(tensor)
-    generator = torch.Generator(tensor.device).manual_seed(0)
     values = tensor.abs().double() if tensor.is_complex() else tensor.double()
-    weights = torch.empty_like(values).normal_(generator=generator)
+    weights = _drawn(values, 0)
     share = _ROUNDING_ON_CPU if tensor.device.type == "cpu" else _ROUNDING
     if tensor.is_floating_point():
         share = max(share, torch.finfo(tensor.dtype).eps)

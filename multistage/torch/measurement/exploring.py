@@ -92,7 +92,7 @@ class _SeesWhole:
     """
 
     def __init__(self, hook: Hook) -> None:
-        functools.update_wrapper(self, hook, updated=())
+        functools.update_wrapper(self, hook)
         self.hook = hook
         # Counts its calls, so that those without a gradient are no fewer.
         self._counts = _module_of(hook) == torch.autograd.graph.__name__
@@ -127,19 +127,19 @@ def without_hooks(
     from the roots that are returned; other passes, as in other threads, call the hooks.
     """
     let_see_wholes(parameters)
-    hooked = {id(p) for p in parameters if hooks_of(p)}
-    begun = [(t, g) for t, g in roots if id(t) not in hooked]
-    # The hooks of a root would be called before the pass is known: another root leads to it.
-    if early := [(t, g) for t, g in roots if id(t) in hooked]:
-        begun += Sums([t for t, _ in early]).roots([g for _, g in early])
+    begun = list(roots)
+    if hooked := any(map(hooks_of, parameters)):
+        # By a node of its own, which no other pass has; hooks of a root would be called before it.
+        begun = Sums([t for t, _ in roots]).roots([g for _, g in roots])
+    del roots  # which may hold the gradients no longer
     passes: set[int] = set()
 
     def note(_: object) -> None:
         passes.add(this_pass())
         _OF_PARTS.add(this_pass())
 
-    nodes = {t.grad_fn for t, _ in begun if t.grad_fn is not None} if hooked else set()
-    handles = [node.register_prehook(note) for node in nodes]
+    nodes = [t.grad_fn for t, _ in begun if hooked]
+    handles = [node.register_prehook(note) for node in nodes if node is not None]
     del nodes
     retained = [(p, p.grad) for p in parameters if p.retains_grad]
     for parameter, _ in retained:
