@@ -337,3 +337,50 @@ def test_a_pass_by_a_node_that_a_part_begins_at_calls_hooks(how: dict[str, Any])
     seen.clear()
     loss.backward()
     assert len(seen) == STEPS + 1
+
+
+class Solved(torch.autograd.Function):
+    """Its backward differentiates by the weight that it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(h, weight)
+        return torch.tanh(h @ weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        h, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            h = h.detach().requires_grad_()
+            y = torch.tanh(h @ weight)
+        return torch.autograd.grad(y, [h, weight], gradient)
+
+
+@pytest.mark.parametrize("how", [p for p in PLANS if "several" not in p], ids=str)
+def test_hooks_on_parameters_are_not_called_while_steps_are_looked_at(how: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    weight, xs = nn.Parameter(torch.rand(4, 4)), torch.randn(STEPS, 2, 4)
+    calls: list[Tensor] = []
+    weight.register_hook(calls.append)
+    h = torch.zeros(2, 4, requires_grad=True)
+    counts = []
+    for each in (how, {}):
+        state: Any = h
+        if each:
+            out = mst.unroll(
+                lambda h, x: Solved.apply(h, weight) + x,
+                h,
+                xs,
+                parameters=[weight],
+                outputs=None,
+                **each,
+            )
+            state = out.state
+        else:
+            for x in xs:
+                state = Solved.apply(state, weight) + x
+        assert not calls
+        state.sum().backward()
+        counts.append(len(calls))
+        calls.clear()
+    assert counts[0] == counts[1] == STEPS + 1

@@ -958,3 +958,17 @@ def test_a_graph_that_the_first_step_lacks_is_not_estimated_without_bound() -> N
     mst.unroll(cell, start, x, memory="2 MiB", **how).state.sum().backward()
     with pytest.raises(BudgetError, match=r"about \d{6} bytes in all"):
         mst.unroll(cell, start, x, memory=300_000, **how).state.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of TorchDynamo
+def test_operators_that_run_functions_are_refused_in_cells_and_stages() -> None:
+    linear, x = nn.Linear(4, 4), torch.randn(6, 2, 4)
+
+    def branch(h: Tensor, x_t: Tensor) -> Tensor:
+        found: Tensor = torch.cond(h.sum() > 0, torch.sin, torch.cos, (linear(h) + x_t,))
+        return found
+
+    with pytest.raises(ArgumentError, match="inside of torch's operator 'cond'"):
+        mst.unroll(branch, x[0], x, outputs=None, parameters=list(linear.parameters()))
+    with pytest.raises(ArgumentError, match="inside of torch's operator 'cond'"):
+        mst.Sequential([lambda h: branch(h, x[0])] * 4, x[0], memory=0.8)

@@ -71,6 +71,7 @@ class Turn:
 
 
 TURN = Turn()  # generators belong to the process
+_at_work = threading.local()
 
 
 @contextlib.contextmanager
@@ -79,8 +80,17 @@ def looking() -> Iterator[None]:
 
     Buffers and generators are put back, which other threads must not use meanwhile.
     """
-    with unseen(), TURN.taken():
-        yield
+    before, _at_work.looks = is_looking(), True
+    try:
+        with unseen(), TURN.taken():
+            yield
+    finally:
+        _at_work.looks = before
+
+
+def is_looking() -> bool:
+    """Return whether this thread is looking: users' hooks on parameters are not to see it."""
+    return getattr(_at_work, "looks", False)
 
 
 @contextlib.contextmanager

@@ -60,9 +60,8 @@ _MOST_RUNS = 8
 _SECONDS = 1.0
 # In which all that attributes hold has been replaced.
 _MOST_ITERATIONS = 4
-_MOST_DRAWN = (
-    1_048_573  # random numbers that are repeated: a prime, which no shape is a multiple of
-)
+# Random numbers, then repeated: a prime, so that rows of a tensor are not alike.
+_MOST_DRAWN = 1_048_573
 _ABSENT = object()
 # Of two runs of operators that are not deterministic, relative: sums in another order.  Those of
 # a processor hardly ever are; a hidden counter behind a norm may be felt no more than 1e-3.

@@ -27,6 +27,7 @@ from ..environment.copies import cloned
 from ..environment.randomness import Generators, State
 from ..environment.scope import Scope
 from ..environment.states import tensors_in, wants_of, with_tensors
+from ..environment.turns import is_looking
 from ..tensors.checksums import same_bits
 from ..tensors.graphs import nodes_below
 from ..tensors.meter import Operations, storages_among, storages_of
@@ -86,7 +87,7 @@ def _but_of(modules: set[int], hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _SeesWhole:
-    """A user's hook that is not called with gradients of parts, nor with none.
+    """A user's hook that is not called with gradients of parts, of trials, nor with none.
 
     It stays in the hook's place, for passes of other threads meet it meanwhile.
     """
@@ -99,7 +100,7 @@ class _SeesWhole:
 
     def __call__(self, gradient: Tensor | None) -> Any:
         """Call the hook, as autograd does."""
-        if this_pass() in _OF_PARTS or (gradient is None and not self._counts):
+        if this_pass() in _OF_PARTS or is_looking() or (gradient is None and not self._counts):
             return None
         return cast(Callable[[Tensor | None], Any], self.hook)(gradient)
 

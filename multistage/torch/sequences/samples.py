@@ -90,17 +90,14 @@ class Watch(Seeing):
 
         return unseen
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
+    def perform(
+        self, func: OpOverload[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> object:
+        """Perform an operation, and note what it writes to."""
         if not self._looks:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         given = dict(zip([a.name for a in func._schema.arguments], args, strict=False))
-        given |= kwargs or {}
+        given |= kwargs
         training = any(given.get(name) is True for name in _TRAINING)
         for argument in func._schema.arguments:
             value = given.get(argument.name)
@@ -109,7 +106,7 @@ class Watch(Seeing):
             writes = writes or (training and argument.name in _WRITTEN)
             for tensor in tensors_in(value):
                 self._read(tensor, str(func) if writes else None)
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             self._own.update(storages_of(tensor).keys() - self._foreign)
         return result

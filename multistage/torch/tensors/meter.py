@@ -18,10 +18,11 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from ...errors import ArgumentError
 from ...support.free_memory import default_budget_bytes
 from .sums import differentiate
 
@@ -33,7 +34,12 @@ _BLOCK = 512  # bytes that CUDA's allocator rounds up to
 
 
 class Seeing(TorchDispatchMode):
-    """Sees the operations that are performed inside it, also those of compiled code."""
+    """Sees the operations that are performed inside it, also those of compiled code.
+
+    Raises ArgumentError where an operator runs functions of its own, as `torch.cond` does.
+    """
+
+    supports_higher_order_operators = True  # so that they come here
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,12 +59,23 @@ class Seeing(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: OpOverload[..., object],
+        func: OpOverload[..., object] | HigherOrderOperator,
         types: object,
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        result = func(*args, **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator):
+            raise ArgumentError(
+                f"memory is not counted inside of torch's operator {func.name()!r}; choose by "
+                "torch.where, or write the loop in Python"
+            )
+        return self.perform(func, args, kwargs or {})
+
+    def perform(
+        self, func: OpOverload[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> object:
+        """Perform an operation, and see it."""
+        result = func(*args, **kwargs)
         self.see(func, args, result)
         return result
 

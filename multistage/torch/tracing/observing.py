@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import HigherOrderOperator
 from torch.amp import autocast_mode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -30,7 +29,6 @@ LEAVE: Callable[..., object] = autocast_mode._exit_autocast
 GRADED: Callable[..., object] = torch._C._set_grad_enabled
 # What changes nothing but what torch knows of itself, and nothing the second time.
 _PREPARING = ("_log_api_usage_once", "lazy_load_decompositions")  # the latter for torch.vmap
-_BRANCHES = {"cond", "while_loop", "scan", "associative_scan", "map_impl"}
 _PLAIN = (
     *(bool, int, float, complex, str, type(None)),
     *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -120,7 +118,6 @@ def observe(graph: fx.GraphModule, arguments: Sequence[object], own: Sequence[bo
     ArgumentError
         If it writes to a parameter.
     """
-    _refuse_branches(graph)
     parameters = [
         x
         for x, is_own in zip(arguments, own, strict=True)
@@ -139,17 +136,6 @@ def observe(graph: fx.GraphModule, arguments: Sequence[object], own: Sequence[bo
     observed.returned = _taken_out(graph, observer.same)
     _close(observed)
     return observed
-
-
-def _refuse_branches(graph: fx.GraphModule) -> None:
-    """Raise ArgumentError if operators run graphs of their own, in which nothing is counted."""
-    targets = [node.target for node in graph.graph.nodes]
-    operators = [t.name() for t in targets if isinstance(t, HigherOrderOperator)]
-    for name in _BRANCHES.intersection(operators):
-        raise ArgumentError(
-            f"the model calls torch's operator {name!r}, inside of which memory is not counted; "
-            "choose by torch.where, or write the loop in Python"
-        )
 
 
 def _taken_out(graph: fx.GraphModule, same: Mapping[fx.Node, int]) -> dict[int, int]:
