@@ -494,13 +494,20 @@ class CascadeStore(JoinedStore):
         return self._failures < _FAILURES and not self._is_full
 
     def _further(self, state: State, *, block: bool = False) -> None:
-        """Take a move as far as it goes, without waiting unless it may block."""
+        """Take a move as far as it goes, without waiting unless it may block.
+
+        Two that go the same way are sent, and end, in the order in which they began.
+        """
         assert state.target is not None
         target, down = state.target, state.target is self._lower
+        ahead = self._moves[0]
+        second = ahead is not state and ahead.target is target
         try:
-            if not (state.sent or self._send(state, target, block)):
-                return
-            if not target.ended(state.number, 0.0):
+            if not state.sent:
+                in_turn = ahead.sent or not second
+                if not (in_turn and self._send(state, target, block)):
+                    return
+            if second or not target.ended(state.number, 0.0):
                 return
             written = target.wait_written(state.number)
         except CheckpointLost:  # as it was read

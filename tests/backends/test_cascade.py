@@ -6,6 +6,7 @@ import errno
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 from multistage.backends import CascadeStore, FileStore, MemoryStore, open_store
 from multistage.backends.base import CheckpointLost
+from multistage.backends.cascade import State
 from multistage.backends.medium import Medium, Ram
 from multistage.backends.streamed import StreamedStore, has_streams
 from multistage.backends.testing import FaultyStore, check_store
@@ -171,6 +173,36 @@ def test_a_promoted_extent_is_the_first_to_be_demoted() -> None:
         assert store.wait_written(key)
     gone_down = [value for name, value in lower.calls if name == "write"][before:]
     assert gone_down[:7] == [9, 10, 11, 12, 13, 14, 15]
+    store.close()
+
+
+def test_moves_end_in_the_order_in_which_they_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that was slow to read the first of two let the second go before it."""
+    store = CascadeStore(MemoryStore(8 * EXTENT, buffer_bytes=0), MemoryStore(buffer_bytes=0))
+    store.open(LAYOUT)
+    ended, end_move = list[int](), store._end_move
+    looks: dict[int, int] = {}
+
+    def end(state: State) -> None:
+        ended.append(state.key)
+        end_move(state)
+
+    def late(ask: Callable[[int, float], bool], key: int, timeout_s: float) -> bool:
+        looks[key] = looks.get(key, 0) + 1
+        return (timeout_s > 0 or key % 2 == 1 or looks[key] > 3) and ask(key, timeout_s)
+
+    monkeypatch.setattr(store, "_end_move", end)
+    for level in store.levels:
+        monkeypatch.setattr(level, "arrived", partial(late, level.arrived))
+        monkeypatch.setattr(level, "ended", partial(late, level.ended))
+    fill(store, 20)
+    settle(store)
+    assert ended[:14] == list(range(14))
+    for key in range(19, 15, -1):
+        store.get(key)
+        store.drop(key)
+    settle(store)
+    assert ended[14:18] == [13, 12, 11, 10]
     store.close()
 
 
