@@ -12,6 +12,7 @@ from .. import native
 from ..errors import ArgumentError, StoreError
 from ..states.layout import Layout
 from ..support.interrupts import Shield
+from ..support.values import folder_path
 from .direct import DirectFile
 from .medium import Medium
 from .streamed import StreamedStore
@@ -151,7 +152,7 @@ class FileStore(StreamedStore):
             cpus=cpus,
             bounces=2 if engine == "native" else 1,
         )
-        self.folder = Path(folder)
+        self.folder = folder_path(folder, "folder")
         self.engine: Engine = engine
         self._hooks = (None, None) if engine == "native" else None
 

@@ -293,9 +293,8 @@ def _file(url: TierUrl, options: _Options) -> FileStore:
     if url.host or not url.path:
         raise ArgumentError(f"tier {url.shown} must name a folder, as in file:///scratch")
     engine = url.option("engine")
-    folder = unquote(url.path)
     return FileStore(
-        os.path.expanduser(folder) if url.path.startswith("~") else folder,  # noqa: PTH111 - a str
+        unquote(url.path),
         "auto" if engine is None else engine,  # type: ignore[arg-type]
         **options,
     )

@@ -57,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MultistageError, OSError) as error:
         print(f"multistage: error: {redacted(str(error))}", file=sys.stderr)
         return 2
+    except MemoryError as error:
+        print(f"multistage: error: {str(error) or 'out of memory'}; ask for less", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("multistage: interrupted", file=sys.stderr)
         return 130

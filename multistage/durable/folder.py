@@ -594,5 +594,8 @@ def _reason(path: Path, error: OSError, create: bool) -> str:
     if error.errno == errno.ENOTDIR:
         return "it is no folder; name one"
     if error.errno == errno.ENOENT:
-        return f"{path.parent} does not exist; create it" if create else "it does not exist"
+        if not create:
+            return "it does not exist"
+        if not path.parent.exists():
+            return f"{path.parent} does not exist; create it"
     return f"{error.strerror}; choose another"

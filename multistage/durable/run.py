@@ -25,6 +25,7 @@ from ..model.chain import Chain
 from ..model.costs import Costs
 from ..states.in_place import VariedStates
 from ..states.layout import Array
+from ..support.values import folder_path
 from ..version import __version__
 from .adjoints import Adjoints, Passed, Recorded, warn_unwritten
 from .agreement import Alone, Found, Peers, agree
@@ -90,8 +91,9 @@ class DurableRun:
         if not isinstance(label, str):
             raise ArgumentError(f"durable_label={label!r} must be a str")
         self._peers: Peers = Alone() if peers is None else peers
-        self._parent = None if peers is None else Path(path)
-        self.path = Path(path) if peers is None else Path(path) / rank_name(peers.rank)
+        folder = folder_path(path, "durable")
+        self._parent = None if peers is None else folder
+        self.path = folder if peers is None else folder / rank_name(peers.rank)
         self.costs: Costs | None = None
         self.states: VariedStates | None = None
         self._passed: Passed | None = None

@@ -58,7 +58,7 @@ def _fit(
     `buffers(limit)` are the bytes of the tiers' buffers within a limit.
     """
     if budget.slots is not None:
-        return min(budget.slots, steps), budget
+        return min(budget.slots_for(state_bytes), steps), budget
     limit = budget.bytes_of(lambda: 0)
 
     def least_of(limit: int) -> int:

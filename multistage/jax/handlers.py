@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, cast
 from urllib.parse import unquote
 
@@ -25,6 +24,7 @@ from ..backends.urls import TierName, TierUrl, open_store
 from ..errors import ArgumentError
 from ..report import Report
 from ..support.units import format_bytes, format_seconds
+from ..support.values import folder_path
 
 _SECOND_NS = 1e-9
 new_site = partial(next, itertools.count(1))  # or two equal loops would share their runs
@@ -211,7 +211,7 @@ def opened(tier: TierName) -> tuple[str, int]:
     folder = ""
     if store.name == "file":
         name = os.fsdecode(tier) if url is None else unquote(url.path)
-        folder = str(Path(name).expanduser().resolve())
+        folder = str(folder_path(name, "folder").resolve())
     return folder, -1 if store.capacity_bytes is None else store.capacity_bytes
 
 

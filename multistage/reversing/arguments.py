@@ -283,7 +283,7 @@ class Arguments(Generic[State, Adjoint]):
         operators = Operators.of(chain, adjoint_step, tape_step, functionals, checked)
         watched = Checked(operators, operators.own) if checked and states is None else None
         chain = watched or operators
-        _require_kinds(costs, durable, planner)
+        _require_kinds(costs, planner)
         if isinstance(planner, Plan):
             n_steps = planner.n_steps if n_steps is None else n_steps
             memory = Budget(slots=planner.slots) if memory is None else memory
@@ -381,8 +381,8 @@ def _checked_budget(memory: Budget | int | str | None) -> Budget:
     return found
 
 
-def _require_kinds(costs: object, durable: object, planner: object) -> None:
-    """Raise ArgumentError for costs, a durable folder or a plan of another type."""
+def _require_kinds(costs: object, planner: object) -> None:
+    """Raise ArgumentError for costs or a plan of another type."""
     if isinstance(planner, Plan) and planner.actions:
         raise ArgumentError(
             "planner= takes a plan of uniform steps, not one of stages that differ; give its costs "
@@ -393,8 +393,6 @@ def _require_kinds(costs: object, durable: object, planner: object) -> None:
             f"costs={shown(costs)} must be Costs, from measure() or made by hand, or "
             "StageCosts of steps that differ"
         )
-    if durable is not None and not isinstance(durable, str | os.PathLike | DurableRun):
-        raise ArgumentError(f"durable={durable!r} must be the name of a folder")
 
 
 def _require_durable_alone(tier: object, states: object) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 from ..errors import ArgumentError
 
@@ -79,6 +81,25 @@ def whole_or_none(value: object) -> int | None:
         return None if _is_flag(value) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def folder_path(value: object, name: str) -> Path:
+    """Return the path of a folder, in which `~` is the user's own.
+
+    Raises
+    ------
+    ArgumentError
+        For what names none: an empty string, bytes, a null character.
+
+    Examples
+    --------
+    >>> folder_path("/scratch", "durable").name
+    'scratch'
+    """
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ArgumentError(f"{name}={shown(value)} must be the name of a folder")
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - that of a user who is not known stays
 
 
 def _is_flag(value: object) -> bool:

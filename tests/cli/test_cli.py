@@ -188,6 +188,7 @@ def test_demo_trains_and_compares(capsys, tmp_path: Path) -> None:
         (["plan", *NUMBERS, "--save-costs=no/where.json"], "its folder does not exist"),
         (["simulate", *NUMBERS, "--save-costs=no/where.json"], "its folder does not exist"),
         (["probe", "--sizes=64KiB"], "leave --sizes out"),
+        (["probe", "memory:", "--sizes=1000000TB"], "Unable to allocate"),
         (["plan", *NUMBERS, "--save=plan.html"], "must end in .json"),
         (["plan", *NUMBERS, "--save=plan.json", "--curve"], "leave --save out"),
         (["plan", *NUMBERS, "--load=plan.json"], "leave --n-steps out"),

@@ -432,6 +432,11 @@ def test_refused(case):
 SMALL = (None, "memory:", "file:.", "memory:8KiB > file:.", "memory: + file:.")
 
 
+def test_no_slot_is_refused():
+    with pytest.raises(BudgetError, match="0 slots < 1 slot"):
+        gradient(ours("0 slots"))(W, C0, XS)
+
+
 @pytest.mark.parametrize("tiers", SMALL)
 def test_no_room_names_the_least_and_buffers_of_tiers_shrink_with_the_budget(
     tiers, tmp_path, monkeypatch
