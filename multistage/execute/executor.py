@@ -24,10 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import threading
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,7 +33,7 @@ from typing import Any, Generic, TypeVar
 from ..actions import Action, Offer, Schedule
 from ..backends.base import Store, require_distinct
 from ..backends.lifetimes import Birth
-from ..errors import ArgumentError, MultistageError, ScheduleError, StateError, StoreError
+from ..errors import ArgumentError, MultistageError, ScheduleError, StateError
 from ..model.chain import Chain
 from ..model.stages import StageCosts
 from ..planners.base import played
@@ -44,7 +41,6 @@ from ..schedule.rules import Rules, each_judged
 from ..schedule.timeline import Timeline
 from ..states.in_place import ArrayStates, Copies
 from ..states.layout import Array, Layout, Layouts
-from ..states.sharing import apart_from
 from ..states.slots import Slots, StateLayout, States, overwritten
 from ..support import switching
 from ..support.interrupts import Shield
@@ -62,21 +58,6 @@ LayoutT = TypeVar("LayoutT")
 
 # Steps run again at most, to find the one whose state was the first of another layout.
 _RUN_AGAIN = 4096
-# The sweep in each store, by the store's identity: a sweep keeps its stores alive, and its entry
-# is gone when it is.  `Store.open` keeps a second run out of a store; this keeps a second sweep
-# out of one that its user opened himself.
-_sweeps: weakref.WeakValueDictionary[int, Sweep] = weakref.WeakValueDictionary()
-# Re-entrant: a garbage collection may end another sweep while it is held.
-_lock = threading.RLock()
-
-
-def _begin_anew() -> None:
-    """Renew the lock in a forked child, where no thread may be left to release it."""
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_begin_anew)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +227,6 @@ class Executor(Generic[State, Adjoint]):
         StateError
             If `state` is no pytree of plain arrays, or a later state differs
             from it in structure, shape or dtype.
-        StoreError
-            If another sweep is in progress in a store.
         ScheduleError
             If the schedule cannot be followed.
         """
@@ -344,7 +323,6 @@ class Executor(Generic[State, Adjoint]):
         sweep, transfers = self._begun(schedule, state)
         self._sweep = sweep
         try:
-            _occupy(self._stores, sweep)
             self._transfers = transfers  # from here on what is in the stores is ours
             self._rules = self._make_rules() if self._make_rules and judged else None
             if resumed is not None:
@@ -422,56 +400,6 @@ class Executor(Generic[State, Adjoint]):
             raise ScheduleError(f"the schedule ended with the adjoint at {left}, not 0")
         return result
 
-    def reverse_until(self, step: int) -> object:
-        """Run the schedule until the adjoint of a step may begin, for the caller to compute it.
-
-        Steps are asked for in descending order; those left out are skipped.  In the end
-        `reverse(adjoint)`, with the adjoint of the state before the last step asked for,
-        runs what is left of the schedule.
-
-        Parameters
-        ----------
-        step : int
-
-        Returns
-        -------
-        tape
-            What `chain.reverse` takes for that step: a copy, beside the memory of the budget,
-            so that an adjoint in its arrays stays as it is.  Asked for again at once, it is
-            the same.  An adjoint in arrays that the operators write to later, such as those
-            of an in-place chain's state, is for the caller to copy.
-
-        Raises
-        ------
-        MultistageError
-            If no forward sweep stands ready, or the adjoint of that step or of one below
-            it has been asked for.
-        ScheduleError
-            If the schedule cannot be followed.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from multistage.model.chain import FunctionChain
-        >>> from multistage.planners.single.revolve import revolve_schedule
-        >>> chain = FunctionChain(lambda x, i: x * x, lambda x, a, i: 2 * x * a)
-        >>> executor, adjoint = Executor(chain, ()), np.array(1.0)
-        >>> float(executor.forward(revolve_schedule(1, 3), np.array(2.0)))
-        256.0
-        >>> for i in (2, 1, 0):
-        ...     adjoint = chain.reverse(executor.reverse_until(i), adjoint, i)
-        >>> float(executor.reverse(adjoint))
-        1024.0
-        """
-        sweep = self._ready("reverse_until()")
-        sweep.require_left(step)
-        begun = sweep.begun
-        given = self._guarded(partial(sweep.reverse_until, step), forward=False)
-        if step != begun:
-            # Its arrays are used again: by the live state, the next tape or a store.
-            given = sweep.given = apart_from(given, given)
-        return given
-
     def _ready(self, asked: str) -> Sweep:
         if self._sweep is None:
             raise MultistageError(f"{asked} needs a forward() before it, once per sweep")
@@ -537,7 +465,6 @@ class Executor(Generic[State, Adjoint]):
                 if transfers is not None and not self._birth.foreign:
                     transfers.settle()
             finally:
-                _leave(self._stores, sweep)
                 sweep.slots.release_all()
                 sweep.let_go()
 
@@ -653,31 +580,3 @@ def _asked(
         return schedule
     rules.leave(sweep.held.keys(), sweep.tapes.keys(), transfers.stuck())
     return each_judged(schedule, rules)
-
-
-def _occupy(stores: Sequence[Store], sweep: Sweep) -> None:
-    """Take stores for a sweep; they are free again when it has left them, or is gone.
-
-    Raises
-    ------
-    StoreError
-        If another sweep is in progress in one of them; none is taken then.
-    """
-    with _lock:
-        for store in stores:
-            other = _sweeps.get(id(store))
-            if other is not None and other is not sweep:
-                raise StoreError(
-                    f"tier {store.name!r} holds the checkpoints of another sweep; end that one "
-                    "first with reverse() or abort(), or give each executor stores of its own"
-                )
-        for store in stores:
-            _sweeps[id(store)] = sweep
-
-
-def _leave(stores: Sequence[Store], sweep: Sweep) -> None:
-    """Give the stores back that a sweep has taken."""
-    with _lock:
-        for store in stores:
-            if _sweeps.get(id(store)) is sweep:
-                del _sweeps[id(store)]

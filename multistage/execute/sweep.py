@@ -35,7 +35,7 @@ from ..actions import (
     Schedule,
     Tape,
 )
-from ..errors import BudgetError, MultistageError, ScheduleError
+from ..errors import BudgetError, ScheduleError
 from ..model.chain import Chain
 from ..states.sharing import WEIGHED, apart_from, own_bytes
 from ..states.slots import Kept, Slots, guarded, no_adjoint
@@ -237,11 +237,7 @@ class Sweep:
         return live
 
     def reverse(self, adjoint: object) -> object:
-        """Perform the rest of the schedule, adjoints included; return the last one.
-
-        `adjoint` is that of the last state or, after `reverse_until(step)`, of the one before it.
-        """
-        self._close_pulled()
+        """Perform the rest of the schedule, adjoints included; return the last one."""
         self.begin_window()
         self._checks = self.in_place
         self.adjoint, self._wanted = adjoint, adjoint is not None
@@ -252,7 +248,7 @@ class Sweep:
         finally:
             self.adjoint = None
 
-    def reverse_until(self, step: int, restart: Callable[[], Schedule] | None = None) -> object:
+    def reverse_until(self, step: int, restart: Callable[[], Schedule]) -> object:
         """Perform actions until the adjoint of a step may begin; return what it is computed from.
 
         That is valid until the next step is asked for; asked for again, it is returned again.
@@ -260,18 +256,15 @@ class Sweep:
         Parameters
         ----------
         step : int
-        restart : callable, optional
+        restart : callable
             Lets go of what is elsewhere and returns the schedule from its beginning: for
             steps whose adjoint has begun before, and after an error.
 
-        Raises MultistageError if the adjoint of that step or of one below it has begun, without
-        `restart`; ScheduleError if the schedule cannot be followed, or ends before that step.
+        Raises ScheduleError if the schedule cannot be followed, or ends before that step.
         """
         if step == self.begun:
             return self.given
-        if restart is None:
-            self.require_left(step)
-        elif step >= self._left:
+        if step >= (self.end if self.begun is None else self.begun):
             self._start_over(restart)
         self._close_pulled()
         self.begin_window()
@@ -283,19 +276,6 @@ class Sweep:
         self.given = self._open(step, self._take_tape(step))
         self.begun = step
         return self.given
-
-    @property
-    def _left(self) -> int:
-        """The steps below are those whose adjoints have not begun."""
-        return self.end if self.begun is None else self.begun
-
-    def require_left(self, step: int) -> None:
-        """Raise MultistageError unless the adjoint of a step can still be asked for."""
-        if step != self.begun and not 0 <= step < self._left:
-            raise MultistageError(
-                f"reverse_until({step}), but only the adjoints of steps 0 to {self._left - 1} are "
-                "left; ask for steps in descending order, or start again with forward()"
-            )
 
     def _start_over(self, restart: Callable[[], Schedule]) -> None:
         """Stand where the forward sweep ended, by running forward again."""
@@ -315,8 +295,7 @@ class Sweep:
     def _close_pulled(self) -> None:
         """Release the tape that was given to the caller."""
         if self.begun is not None and self.begun >= 0:
-            given, self.given = self.given, None
-            self._close(given, None)
+            self.given = None
             self.end, self.begun = self.begun, None
             self.counts.reverse_steps += 1
 

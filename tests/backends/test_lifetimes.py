@@ -33,7 +33,6 @@ from multistage.backends.lifetimes import Ending, _endings
 from multistage.errors import ArgumentError, StoreError
 from multistage.execute.executor import Executor
 from multistage.model.chain import FunctionChain
-from multistage.planners import PLANNERS
 from multistage.states.layout import Layout
 
 N = 40
@@ -134,25 +133,6 @@ def test_a_store_twice_in_one_run_is_refused() -> None:
             twice()
     with run(["memory:1MiB", "memory:1MiB"], planner="h-revolve") as named:  # two stores
         named.prepare(STATE)
-
-
-def test_a_sweep_keeps_others_out_of_a_store_its_user_opened() -> None:
-    chain = FunctionChain(step, adjoint_step)
-    store, plan = MemoryStore(), PLANNERS["streaming"](COSTS, 6, N)
-    first, second = Executor(chain, [store]), Executor(chain, [store])
-    store.open(LAYOUT)
-    try:
-        first.forward(plan.schedule(), STATE)
-        with pytest.raises(StoreError, match="another sweep"):
-            second.forward(plan.schedule(), STATE + 1)
-        assert first.reverse(np.ones_like(STATE)).tobytes() == plain()
-        second.forward(plan.schedule(), STATE + 1)
-        del second  # dropped in the middle
-        first.forward(plan.schedule(), STATE)
-        first.abort()
-        assert STATE.flags.writeable
-    finally:
-        store.close()
 
 
 def test_of_threads_that_race_for_a_store_one_gets_it() -> None:

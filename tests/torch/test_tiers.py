@@ -53,11 +53,10 @@ from multistage.errors import (  # noqa: E402
     ArgumentError,
     BudgetError,
     CheckpointWarning,
-    ScheduleError,
     StateError,
     StoreError,
 )
-from multistage.model.stages import Stage, StageCosts  # noqa: E402
+from multistage.model.stages import StageCosts  # noqa: E402
 from multistage.model.tier import Tier  # noqa: E402
 from multistage.planners.base import store_all_schedule  # noqa: E402
 from multistage.schedule.simulation import simulate  # noqa: E402
@@ -142,50 +141,6 @@ def test_random_plans_give_the_bits_of_plain_training(seed: int) -> None:
     if opened is not None:
         assert opened.written.transfers == sum(isinstance(a, Evict) for a in actions)
     slow.close()
-
-
-def reversed_from(steps: range, state: int) -> list[Action]:
-    """Return the reverse sweep of some steps, each run again from one state."""
-    actions: list[Action] = []
-    for i in reversed(steps):
-        actions.append(Load(state))
-        actions += [Advance(state, i)] if i > state else []
-        actions += [Tape(i), Reverse(i)]
-    return actions
-
-
-def test_a_state_that_is_only_live_is_written() -> None:
-    """The legality machine counts such a write as staged, until its Await."""
-    expected = results(plain := chain(), plain)
-    model = chain()
-    n, slow = len(model), ChainTier(store(), CPU, PAGE)
-    forward = [Advance(0, 3), Put(3), Advance(3, n), Await(0), EndForward()]
-    upper = [Get(3), Await(1), *reversed_from(range(3, n), 3), Free(3), Drop(3)]
-    actions = [*forward, *upper, *reversed_from(range(3), 0)]
-    simulate(actions, None, StageCosts.uniform(n, Stage("", 1.0, 1.0, 1, 1)), tiers=(FAST,))
-    assert same(results(model, run_with(model, actions, slow)), expected)
-    opened = slow.opened
-    assert opened is not None and opened.written.transfers == 1
-    slow.close()
-
-
-def test_a_load_in_the_forward_sweep_is_refused() -> None:
-    """What follows would start from a state without a graph, and lose gradients."""
-    model = chain()
-    actions = [Advance(0, 1), Load(0), Advance(0, len(model)), EndForward()]
-    with pytest.raises(ScheduleError, match=r"action 1: Load\(0\) in the forward sweep"):
-        results(model, run_with(model, actions, None))
-
-
-def test_freeing_the_input_of_a_tape_whose_state_is_evicted_later_is_refused() -> None:
-    """Such a tape does not refer to its input: it would be made again."""
-    model = chain()
-    n, slow = len(model), ChainTier(store(), CPU, PAGE)
-    before = [Advance(0, 1), Save(1), Tape(1), Free(1), Advance(2, n), EndForward()]
-    after = [Load(0), Advance(0, 1), Save(1), Put(1), Evict(1)]
-    with pytest.raises(ScheduleError, match=r"action 3: Free\(1\) takes the input of tape 1"):
-        results(model, run_with(model, [*before, *after], slow))
-    assert slow.opened is None
 
 
 def test_a_second_backward_that_was_interrupted_starts_over() -> None:

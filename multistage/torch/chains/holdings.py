@@ -234,7 +234,6 @@ class _Sent:
     group: TensorGroup
     transfer: Transfer
     empty: KeptState | None = None  # of a state
-    staged: KeptState | None = None  # which is held for its write alone
     tape: HeldTape | None = None  # whose group is not in fast memory
     landed: bool = False
     lost: bool = False
@@ -361,12 +360,10 @@ class Holdings:
             assert held is not None and held.group is not None
             self._send(step, True, held.group)
             return None
-        kept = self.at_hand(step)
-        state = sweep.slots.keep(sweep.live, step).state if kept is None else kept
-        assert isinstance(state, KeptState)
+        state = self.at_hand(step)
+        assert state is not None
         group = TensorGroup(state.held(), self.known, self.staying)
-        sent = self._send(step, False, group)
-        sent.empty, sent.staged = state.emptied(), state if kept is None else None
+        self._send(step, False, group).empty = state.emptied()
         return None
 
     def _send(self, step: int, tape: bool, group: TensorGroup) -> _Sent:
@@ -398,16 +395,11 @@ class Holdings:
             kept = sweep.held.pop(step)
             assert kept is not None and isinstance(kept.state, KeptState)
             kept.state.verify()
-        return self._left(step, action.tape, lets_go=True)
-
-    def _left(self, step: int, tape: bool, *, lets_go: bool) -> bool:
-        """Wait until a group has left; False if it is lost."""
-        sent = self._sent[step, tape]
+        sent = self._sent[step, action.tape]
         written = self._wait(sent.transfer)
-        if lets_go:
-            sent.group.let_go()
+        sent.group.let_go()
         if not written:
-            self._lose(step, tape, sent)
+            self._lose(step, action.tape, sent)
         return written
 
     def read(self, sweep: Sweep, action: Get) -> Answer:
@@ -420,16 +412,13 @@ class Holdings:
         return None
 
     def wait(self, sweep: Sweep, action: Await) -> Answer:
-        """Wait for what is on its way to the tier or back; False if it is lost."""
+        """Wait for what is on its way back; False if it is lost.
+
+        Writes are waited for where what was written leaves fast memory.
+        """
         step, is_tape, is_write = self._tokens[action.token]
+        assert not is_write
         sent = self._sent[step, is_tape]
-        if is_write:
-            # A tape stays in fast memory; a state is held elsewhere, if at all.
-            written = self._left(step, is_tape, lets_go=not is_tape)
-            if sent.staged is not None:
-                sent.staged.verify()
-                sent.staged = None
-            return written
         if not sent.lost:
             for transfer in (sent.transfer, *sent.group.fillers()):
                 self._wait(transfer)

@@ -40,14 +40,12 @@ from ...actions import (
     Evict,
     Free,
     Get,
-    Load,
     Offer,
     Put,
     Reverse,
     Schedule,
-    Tape,
 )
-from ...errors import MultistageError, ScheduleError
+from ...errors import MultistageError
 from ...execute.late import Late, Stages
 from ...execute.sweep import Sweep, Wait
 from ...states.slots import Kept, Slots
@@ -92,36 +90,8 @@ class Script:
         return self._left()
 
     def leaving(self) -> set[int]:
-        """Return the states that fast memory releases, alone or inside of a tape.
-
-        Raises
-        ------
-        ScheduleError
-            If a copy of such a state is freed that a tape starts from: that tape leaves its
-            input to what evicts it.
-        """
-        found = {a.step + a.tape for a in self._planned if isinstance(a, Evict)}
-        tapes: set[int] = set()  # held
-        inputs: set[int] = set()  # of tapes that are held; they are too
-        for at, action in enumerate(self._planned):
-            match action:
-                case Tape(step):
-                    tapes.add(step)
-                    inputs.add(step)
-                case Evict(step, _, tape):
-                    inputs.discard(step + tape)
-                    if tape:
-                        tapes.discard(step)
-                        inputs.discard(step)
-                case Free(step) if step in found & inputs and step - 1 not in tapes:
-                    raise ScheduleError(
-                        f"Free({step}) takes the input of tape {step}, which is held, and another "
-                        f"copy of state {step} is evicted; Evict({step}) both or neither",
-                        at,
-                    )
-                case EndForward():
-                    break
-        return found
+        """Return the states that fast memory releases, alone or inside of a tape."""
+        return {a.step + a.tape for a in self._planned if isinstance(a, Evict)}
 
     def _left(self) -> Schedule:
         while self.next < len(self.actions):
@@ -129,12 +99,6 @@ class Script:
             self.next += 1
             if isinstance(action, EndForward):
                 self.is_forward = False
-            elif self.is_forward and isinstance(action, Load):
-                raise ScheduleError(
-                    f"Load({action.step}) in the forward sweep of autograd, whose graph leads from "
-                    "each stage to the next; load states after EndForward only",
-                    self.next - 1,
-                )
             yield action
 
     def reverses_next(self, i: int) -> bool:
