@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import Signature, signature
 from typing import Any
 
 import torch
@@ -208,6 +210,25 @@ class Used:
         self.chains = [*(c for c in self.chains if c is not chain), chain]
 
 
+class _Signed(partial[object]):
+    """A bound `forward` with the model's signature, by which trainers choose what they pass."""
+
+    @property
+    def __signature__(self) -> Signature:
+        model = vars(self.args[0])["_multistage_model"]
+        return signature(model.forward if isinstance(model, nn.Module) else model)
+
+
+class _Forward:
+    """The `forward` of a class, bound as `_Signed`."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    def __get__(self, module: object, owner: type) -> Callable[..., object]:
+        return self._function if module is None else _Signed(self._function, module)
+
+
 class Compiled(InFront):
     """A model that trains within a memory limit: what `compile` returns.
 
@@ -240,6 +261,7 @@ class Compiled(InFront):
         )
         vars(self)["_multistage_outside"] = _Outside(used) if breaks else None
 
+    @_Forward
     def forward(self, *args: object, **kwargs: object) -> object:
         """Return what the model returns."""
         from torch._dynamo import exc
@@ -580,9 +602,12 @@ def _why_uncaptured(name: str, error: Exception) -> str:
     cause = next(filter(None, explained), lines[0])
     if cause.endswith(":"):  # a list follows
         cause = next((x.removeprefix("- ") for x in lines if x.startswith("- ")), cause)
+    # Of TorchDynamo's hints, those that name a setting, such as which functions only log.
+    hints = [x for x in lines if x.startswith("Hint:") and "torch._dynamo.config." in x]
+    own = "".join(f"; TorchDynamo's hint: {x.removeprefix('Hint:').strip(' .')}" for x in hints)
     return (
         f"{name} cannot be captured whole{where}: {cause.rstrip('.')}; what runs outside of a "
         "graph would be beyond the memory limit: write this line with operations of torch, move "
         "it out of the model, give compile(allow_breaks=True), which counts what it holds, or give "
-        "multistage.torch.Sequential a list of stages, which need not be captured"
+        f"multistage.torch.Sequential a list of stages, which need not be captured{own}"
     )

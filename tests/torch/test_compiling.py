@@ -6,7 +6,9 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import inspect
 import itertools
+import logging
 import pickle
 import random
 import weakref
@@ -43,6 +45,7 @@ from multistage.torch.tracing import cutting
 from multistage.torch.tracing import remaking as tracing_remaking
 
 WIDTH = 16
+LOG = logging.getLogger("model")
 Extra = Callable[[Any, Tensor], Tensor]
 
 
@@ -1119,6 +1122,15 @@ def test_a_graph_break_is_refused_with_its_line() -> None:
             compiled(batch())
 
 
+def test_a_call_that_only_logs_is_refused_with_the_setting_that_leaves_it_out() -> None:
+    def logging_block(block: Any, y: Tensor) -> Tensor:
+        LOG.warning("a block")
+        return block(y)  # type: ignore[no-any-return]
+
+    with pytest.raises(ArgumentError, match=r"hint: Add the .*torch\._dynamo\.config\.ignore_logg"):
+        mst.compile(Net(logging_block), memory=0.7)(batch())
+
+
 class Broken(nn.Module):
     """Asks for a number between blocks, and then computes what no graph holds."""
 
@@ -1294,6 +1306,19 @@ def test_it_stands_in_front_of_the_model() -> None:
     step(compiled, batch())
     assert calls == [1]
     assert "memory=0.6" in repr(compiled)
+
+
+def test_trainers_see_the_arguments_of_the_model() -> None:
+    def scaled(x: Tensor, *, factor: float = 2.0) -> Tensor:
+        return torch.tanh(x) * factor
+
+    model = Net()
+    found = inspect.signature(mst.compile(model, memory=0.6).forward)
+    assert found == inspect.signature(model.forward)
+    assert list(found.parameters) == ["x"]
+    compiled = mst.compile(scaled, memory="1 MiB")
+    assert list(inspect.signature(compiled.forward).parameters) == ["x", "factor"]
+    assert torch.equal(compiled(torch.ones(3), factor=3.0), scaled(torch.ones(3), factor=3.0))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
