@@ -1366,6 +1366,27 @@ def test_the_backend_is_registered(tmp_path: Path) -> None:
     assert_equal(trained(call, ours, batch()), trained(plain, plain, batch()))
 
 
+def test_a_module_compiled_in_place_keeps_its_class_and_runs_within_the_limit() -> None:
+    plain = Net(dropping, blocks=6)
+    ours = copy.deepcopy(plain)
+    ours.compile(backend="multistage", fullgraph=True, options={"memory": 0.6})
+    assert_equal(trained(ours, ours, batch()), trained(plain, plain, batch()))
+    assert type(ours) is Net
+
+    def held(model: Net) -> int:
+        kept = dict[int, int]()  # by storage
+
+        def note(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(batch())
+        return sum(kept.values())
+
+    assert held(ours) < 0.7 * held(plain)
+
+
 @pytest.mark.parametrize(
     ("given", "match"),
     [
