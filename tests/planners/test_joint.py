@@ -7,7 +7,19 @@ import pytest
 from chain_judge import Judge
 
 from multistage import native
-from multistage.actions import Evict, Get, Put
+from multistage.actions import (
+    Await,
+    EndForward,
+    Evict,
+    Free,
+    Get,
+    Load,
+    Offer,
+    Put,
+    Reverse,
+    Save,
+    Tape,
+)
 from multistage.errors import ArgumentError, BudgetError
 from multistage.model.stages import Stage, StageCosts
 from multistage.model.tier import Tier
@@ -83,6 +95,44 @@ def test_random_plans_hold_their_limits_and_their_makespans():
         for slower in ((3.0, 1.0), (1.0, 3.0), (0.5, 0.5)):
             assert Judge(costs, rates, slower).run(plan.actions).peak <= plan.memory_bytes
     assert with_tier > 40
+
+
+@core
+@pytest.mark.parametrize("seed", range(60))
+def test_plans_are_such_as_autograd_can_perform(seed):
+    """PyTorch's runner relies on it: what is written is held, and a forward sweep loads nothing."""
+    rng = random.Random(seed)
+    costs, rates = random_chain(rng, rng.randint(2, 12), seed % 3), random_tier(rng)
+    memory = rng.randint(smallest_memory(costs), 2 * smallest_memory(costs))
+    plans = [plan_chain(costs, memory, tiers=rates)]
+    plans += [plan_chain(costs, 4 * memory, name) for name in ("optimal", "revolve", "periodic")]
+    for plan in plans:
+        evicted = {a.step + a.tape for a in plan.actions if isinstance(a, Evict)}
+        held, tapes, is_write, forward = {0}, set[int](), list[bool](), True
+        for action in plan.actions:
+            match action:
+                case Load():
+                    assert not forward
+                case Save(step):
+                    held.add(step)
+                case Tape(step):
+                    tapes.add(step)
+                case Free(step):  # else a tape without its input would be left
+                    assert not (step in evicted and step in tapes and step - 1 not in tapes)
+                    held.discard(step)
+                case Offer(step, _, tape) | Put(step, _, tape):
+                    assert step in tapes if tape else step in held or step - 1 in tapes
+                    is_write.append(True)
+                case Get():
+                    is_write.append(False)
+                case Await(token):
+                    assert not is_write[token]
+                case Evict(step, _, tape):
+                    (tapes if tape else held).discard(step)
+                case Reverse(step):
+                    tapes.discard(step)
+                case EndForward():
+                    forward = False
 
 
 @core
