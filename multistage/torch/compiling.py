@@ -8,6 +8,7 @@ are pure functions, and a chain of stages is planned and run as `Sequential` run
 from __future__ import annotations
 
 import itertools
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -549,10 +550,16 @@ def _refuse(model: object) -> None:
         raise ArgumentError(f"{name} has a memory limit already; give compile the model itself")
     if isinstance(model, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)):
         raise ArgumentError(f"{name} was compiled already; give compile the model itself")
-    modules = model.modules() if isinstance(model, nn.Module) else ()
+    modules = [*model.modules()] if isinstance(model, nn.Module) else []
     if any(isinstance(module, nn.SyncBatchNorm) for module in modules):
         raise ArgumentError(
             f"{name} has SyncBatchNorm, by which ranks run stages together; use Sequential"
+        )
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # slow to import
+    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules[1:]):
+        raise ArgumentError(
+            f"{name} has modules that fully_shard gathers parameters for, by which ranks run "
+            "stages together: use Sequential, or fully_shard what compile returns alone"
         )
 
 

@@ -111,12 +111,35 @@ def _sequences(rank: int, kind: str) -> Found:
     return results, []
 
 
+def _compiled(rank: int, kind: str) -> Found:
+    """Train what `compile` returns, as the module that is wrapped."""
+    x = torch.randn(256, 16, generator=torch.Generator().manual_seed(rank))
+    results = []
+    for limited in (False, True):
+        model: Any = _model()
+        if limited:
+            model = mst.compile(model, memory=0.7)
+        if kind == "ddp":
+            wrapped: nn.Module = nn.parallel.DistributedDataParallel(model)
+        else:
+            wrapped = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        for _ in range(3):
+            wrapped(x).square().sum().backward()
+        grads = [p.grad for p in model.parameters()]
+        grads = [g.full_tensor() if kind == "fsdp" else g for g in grads]
+        results.append([*grads, *model.buffers()])
+    assert not model.plan.keeps_all
+    return results, []
+
+
 JOBS: dict[str, Callable[[int], Found]] = {
     "ddp": _data_parallel,
     "blocks": partial(_sharded, whole=False),
     "blocks and chain": partial(_sharded, whole=True),
     "sequences, ddp": partial(_sequences, kind="ddp"),
     "sequences, fsdp": partial(_sequences, kind="fsdp"),
+    "compiled, ddp": partial(_compiled, kind="ddp"),
+    "compiled, fsdp": partial(_compiled, kind="fsdp"),
 }
 
 
@@ -152,6 +175,18 @@ def test_gradients_are_those_of_plain_training(job: str, ranks: list[dict[str, F
         pairs = zip(found[0][0][1], found[1][0][1], strict=True)
         of_both = [(a, b) for a, b in pairs if a.shape == (16, 16)]
         assert of_both and all(torch.equal(a, b) for a, b in of_both)
+
+
+def test_a_compiled_model_sharded_inside_is_refused() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = _model()
+        fully_shard(model[2])
+        with pytest.raises(ArgumentError, match="fully_shard what compile returns alone"):
+            mst.compile(model, memory=0.7)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_cell_that_is_data_parallel_itself_is_refused() -> None:
