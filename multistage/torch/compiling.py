@@ -551,6 +551,8 @@ def _refuse(model: object) -> None:
     if isinstance(model, (torch.jit.ScriptModule, torch._dynamo.OptimizedModule)):
         raise ArgumentError(f"{name} was compiled already; give compile the model itself")
     modules = [*model.modules()] if isinstance(model, nn.Module) else []
+    if any(isinstance(module, Compiled) for module in modules):
+        raise ArgumentError(f"{name} has a compiled model inside; give compile either alone")
     if any(isinstance(module, nn.SyncBatchNorm) for module in modules):
         raise ArgumentError(
             f"{name} has SyncBatchNorm, by which ranks run stages together; use Sequential"

@@ -1283,6 +1283,7 @@ def test_a_parameter_that_changes_before_backward_is_refused() -> None:
         (nn.DataParallel(nn.Linear(1, 1)), "DataParallel"),
         (nn.Sequential(nn.SyncBatchNorm(4)), "SyncBatchNorm"),
         (mst.Sequential([nn.Linear(1, 1)]), "limit already"),
+        (nn.Sequential(mst.compile(nn.Linear(1, 1))), "compiled model inside"),
         (torch.compile(nn.Linear(1, 1), backend="eager"), "compiled already"),
     ],
 )
