@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ...actions import Advance, EndForward, Load, Reverse, Schedule, Tape
 from ...backends.base import Store
 from ...backends.lifetimes import Ending
-from ...errors import MultistageError
+from ...errors import MultistageError, StateError
 from ...execute.executor import Executor
 from ...execute.late import EqualSteps, Late, Stages
 from ...model.costs import Costs
@@ -278,7 +278,9 @@ class Sweep:
         chain.output_gradients = outputs
         chain.sums = [None] * len(chain.facts.parameters)
         chain.of_inputs = InputGradients(chain.inputs)
-        with chain.around.turn(), chain.replaying():
+        with chain.around.turn(), chain.around.replaying():
+            if chain.inputs.changed():
+                raise StateError("inputs was changed in place between forward and backward")
             if not self._ready:  # a second backward: stand where the forward sweep ended
                 self._run_forward()
             self._ready = False

@@ -158,20 +158,6 @@ class ThroughTime:
         self.boundaries.begin(leaves)
         return TensorState([*(t.detach() for t in leaves), *self.around.now()])
 
-    @contextlib.contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Make everything what it was in the forward sweep; put the present back at the end.
-
-        Raises
-        ------
-        StateError
-            If a parameter or an input was changed since.
-        """
-        if self.inputs.changed():
-            raise StateError("inputs was changed in place between forward and backward")
-        with self.around.replaying():
-            yield
-
     def renew_sums(self) -> None:
         """Put copies in place of the sums so far, one by one, for whoever counts memory."""
         for i, total in enumerate(self.sums):
