@@ -93,7 +93,7 @@ def run(
         return plainly(given, state, graph=False)
     inputs.known_as(facts.parameters)
     if facts.equal and not cells.fused:
-        inputs.expect(facts.kinds[-1].x_kinds, 1)
+        inputs.expect(facts.kinds[-1].x_kinds)
     # States of several sizes go by way of host memory.
     place = device if facts.equal else torch.device("cpu")
     store = open_tiers(settings.tiers, place)
