@@ -27,10 +27,10 @@ _V = TypeVar("_V")
 
 @dataclass(slots=True)
 class Known:
-    """A plan, and the nodes and bytes of the steps it was made for."""
+    """A plan, and the weight of the steps it was made for."""
 
     plan: UnrollPlan
-    weight: tuple[int, int, int]
+    weight: tuple[int, ...]
     weighed: bool = False  # whether graphs were seen to hold to given costs
 
     @property
@@ -39,7 +39,7 @@ class Known:
         assert self.plan.plan is not None
         return self.plan.plan.stage_costs.stages
 
-    def holds(self, weight: tuple[int, int, int], limit: int | None) -> bool:
+    def holds(self, weight: tuple[int, ...], limit: int | None) -> bool:
         """Whether the plan is right for steps of some weight, where so much memory is free."""
         if not all(now <= then for now, then in zip(weight, self.weight, strict=True)):
             return False
@@ -58,7 +58,8 @@ class Remembered:
     - Known, by what tiers were given as, the kinds of steps and their order: plans;
     - Checked, by the kinds of steps, and whether steps run again;
     - Tier, by what tiers were given as, and what moves: how fast they are;
-    - int, by the objects of cells: how many sequences there were; by what tiers were given as:
+    - int, by kind and the numbers that a cell refers to: bytes that a step takes at most; by the
+      objects of cells: how many sequences there were; by what tiers were given as:
       after how many sequences those that were late are measured again.
     """
 
