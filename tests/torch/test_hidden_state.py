@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import multistage.torch as mst
 from multistage.errors import ArgumentError, DifferenceWarning, StateError
+from multistage.torch.sequences.cells import Cells
+from multistage.torch.sequences.remembered import KNOWN
 from multistage.torch.sequences.samples import Samples, Watch
 
 STEPS, WIDTH = 60, 6
@@ -131,6 +133,24 @@ def test_a_sample_of_chunks_is_looked_at_in_every_sequence() -> None:
     assert [Samples(9, 50).graphed(k) for k in range(50)] == [
         Samples(9, 50).graphed(k) for k in range(50)
     ]
+
+
+def test_a_cell_at_the_address_of_one_that_is_gone_is_looked_at_whole() -> None:
+    class Cell:
+        def __call__(self, h: Tensor, x: Tensor) -> Tensor:
+            return h + x
+
+    def graphed(cell: Cell) -> bool:
+        looks = KNOWN.looks(Cells([cell]), 100)
+        return all(map(looks.graphed, range(100)))
+
+    cell = Cell()
+    assert [graphed(cell) for _ in range(4)] == [True, True, False, False]
+    address = id(cell)
+    del cell
+    others = [Cell() for _ in range(1000)]
+    (other,) = [each for each in others if id(each) == address]
+    assert [graphed(other) for _ in range(4)] == [True, True, False, False]
 
 
 def test_writes_to_what_is_kept_elsewhere_are_seen() -> None:
