@@ -13,6 +13,7 @@ from ..errors import ArgumentError
 from ..model.budget import Budget
 from ..model.stages import StageCosts
 from .environment.settings import uncompiled
+from .environment.turns import looking
 from .measurement.checking import Check, checked_choice
 from .sequences.arguments import (
     CellPerStep,
@@ -30,7 +31,7 @@ from .sequences.inputs import Given, Inputs
 from .sequences.results import Outputs
 from .sequences.results import Unrolled as Unrolled
 from .sequences.running import run
-from .sequences.survey import Survey, surveyed
+from .sequences.survey import StateVaries, Survey
 from .sequences.unroll_plan import UnrollPlanner
 
 State = TypeVar("State")
@@ -272,11 +273,13 @@ def unroll(
         require_one_by_one(each, fused=fused)
     sequence.shared_with(pytree.tree_leaves(state))
     cells = Cells(each, fused, made)
-    either = unequal is None and not cells.fused
-    found, facts = surveyed(
-        lambda equal: Survey(cells, state, sequence, parameters, settings, equal),
-        random,
-        equal=equal,
-        either=either,
-    )
+    with looking():
+        for alike in (equal, False):  # those that are taken to be equal may turn out to differ
+            found = Survey(cells, state, sequence, parameters, settings, alike)
+            try:
+                facts = found.facts(random)
+                break
+            except StateVaries:
+                if unequal is not None or cells.fused:
+                    raise
     return run(found, facts, state, outputs, settings)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import multistage.torch as mst
-from multistage.errors import ArgumentError, StateError
+from multistage.errors import ArgumentError, DifferenceWarning, StateError
+from multistage.torch.sequences.cells import Cells
+from multistage.torch.sequences.remembered import KNOWN
 from multistage.torch.sequences.samples import Samples, Watch
 
 STEPS, WIDTH = 60, 6
@@ -131,6 +133,24 @@ def test_a_sample_of_chunks_is_looked_at_in_every_sequence() -> None:
     assert [Samples(9, 50).graphed(k) for k in range(50)] == [
         Samples(9, 50).graphed(k) for k in range(50)
     ]
+
+
+def test_a_cell_at_the_address_of_one_that_is_gone_is_looked_at_whole() -> None:
+    class Cell:
+        def __call__(self, h: Tensor, x: Tensor) -> Tensor:
+            return h + x
+
+    def graphed(cell: Cell) -> bool:
+        looks = KNOWN.looks(Cells([cell]), 100)
+        return all(map(looks.graphed, range(100)))
+
+    cell = Cell()
+    assert [graphed(cell) for _ in range(4)] == [True, True, False, False]
+    address = id(cell)
+    del cell
+    others = [Cell() for _ in range(1000)]
+    (other,) = [each for each in others if id(each) == address]
+    assert [graphed(other) for _ in range(4)] == [True, True, False, False]
 
 
 def test_writes_to_what_is_kept_elsewhere_are_seen() -> None:
@@ -257,6 +277,26 @@ def test_every_output_of_a_repeated_chunk_is_compared(unequal: bool) -> None:
     ).loss
     with pytest.raises(StateError, match="returned other numbers at steps"):
         loss.backward()
+
+
+def test_one_chunk_that_differs_is_warned_of_once_though_steps_are_run_again_after_it() -> None:
+    weight, others, runs = torch.ones(WIDTH, requires_grad=True), [0] * 100, [0] * 100
+
+    def cell(state: tuple[Tensor, Tensor], x: Tensor) -> Any:
+        h, t = torch.tanh(state[0] * weight + x), int(state[1])
+        runs[t] += 1
+        return (h, state[1] + 1), h.mean() + others[t]
+
+    x = torch.randn(STEPS, 2, WIDTH)
+    start = x[0], torch.zeros((), dtype=torch.int64)
+    loss = mst.unroll(
+        cell, start, x, memory="1 KiB", planner="recompute", chunk=1, check="warn"
+    ).loss
+    others[STEPS - 7], before = 1, sum(runs)
+    with pytest.warns(DifferenceWarning, match="other numbers at steps 53 to 53") as warned:
+        loss.backward()
+    assert sum(runs) - before > STEPS  # some were advanced in the backward pass
+    assert len(warned) == 1
 
 
 @pytest.mark.parametrize("memory", ["4 KiB", "10 MiB"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -114,6 +115,86 @@ def test_a_lighter_cell_of_a_kind_takes_the_plan_of_a_heavier_one(measurements: 
     assert mst.unroll(Inner(20), h, x, memory="200 KiB").plan is known
     assert mst.unroll(Inner(22), h, x, memory="200 KiB").plan is not known
     assert len(measurements) == 2
+
+
+class Config:
+    def __init__(self, window: int) -> None:
+        self.window = window
+
+
+def averaged(window: int, h: Tensor, x: Tensor) -> Tensor:
+    """Take what no graph tells of: x requires no gradient."""
+    return torch.tanh(h) + x.repeat(window, 1).mean(0)
+
+
+class Averaging(nn.Module):
+    def __init__(self, window: object) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        window = getattr(self.window, "window", self.window)
+        return averaged(window[0] if isinstance(window, tuple) else window, h, x)
+
+
+def of_closure(window: int) -> Callable[..., Tensor]:
+    return lambda h, x: averaged(window, h, x)
+
+
+def by_default(window: int) -> Callable[..., Tensor]:
+    def cell(h: Tensor, x: Tensor, window: int = window) -> Tensor:
+        return averaged(window, h, x)
+
+    return cell
+
+
+def by_keyword(window: int) -> Callable[..., Tensor]:
+    def cell(h: Tensor, x: Tensor, *, window: int = window) -> Tensor:
+        return averaged(window, h, x)
+
+    return cell
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Averaging,
+        lambda window: Averaging((window,)),
+        lambda window: Averaging(Config(window)),
+        of_closure,
+        by_default,
+        by_keyword,
+        lambda window: functools.partial(averaged, window),
+    ],
+)
+@pytest.mark.parametrize("unequal", [False, True])
+def test_a_number_that_decides_what_a_step_takes_beside_its_graph(make: Any, unequal: bool) -> None:
+    h, x = torch.zeros(256, requires_grad=True), torch.randn(64, 256)
+    options = {"memory": "60 KiB", "planner": "recompute", "unequal": unequal}
+
+    def planned(window: int) -> Any:
+        with Meter(torch.device("cpu")) as meter:
+            meter.ignore([h, x])
+            out = mst.unroll(make(window), h, x, **options)
+            meter.reset_peak()
+            torch.autograd.grad(out.state.sum(), h)
+        assert meter.peak_bytes <= 60 << 10
+        return out.plan
+
+    plan = planned(4)
+    with pytest.raises(BudgetError, match="smallest limit that works"):
+        planned(100)
+    assert planned(4) is plan
+    assert planned(3) is plan or unequal
+
+
+def test_numbers_that_change_all_the_time_do_not_make_plans_anew(measurements: list[int]) -> None:
+    cell, h, x = Inner(2), torch.zeros(256), torch.randn(64, 256)
+    plans = set()
+    for n in range(5):
+        cell.iteration, cell.rate = n, 0.1 / (n + 1)  # type: ignore[assignment]
+        plans.add(id(mst.unroll(cell, h, x, memory="60 KiB").plan))
+    assert len(plans) == len(measurements) == 1
 
 
 @pytest.mark.parametrize("several", [False, True])

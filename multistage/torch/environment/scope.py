@@ -20,7 +20,7 @@ import copy
 import functools
 import itertools
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from operator import is_
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
@@ -126,6 +126,10 @@ class Found:
         if self._devices is None:
             self._devices = frozenset(t.device for t in self.tensors)
         return self._devices
+
+    def values(self, *beside: object) -> tuple[object, ...]:
+        """Return numbers and texts that it holds, and some others; of short tuples the items."""
+        return tuple(_values_among((*self._flat, *beside)))
 
     def by_name(self) -> dict[str, Tensor]:
         """Return parameters and buffers of a module that is alone, by name."""
@@ -244,6 +248,14 @@ def buffers_among(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Te
         for key, buffer in module._buffers.items()
         if buffer is not None
     ]
+
+
+def _values_among(held: Iterable[object]) -> Iterator[object]:
+    for each in held:
+        if isinstance(each, tuple) and len(each) <= _MOST_PLACES:
+            yield from _values_among(each)
+        elif isinstance(each, LEAVES) and not isinstance(each, Tensor):
+            yield each
 
 
 def _tensors_among(

@@ -29,8 +29,6 @@ class Cell:
     """
 
     def __init__(self, given: Step, fused: bool, inputs: object = None) -> None:
-        if not callable(given):
-            raise ArgumentError(f"the cell is {type(given).__name__}; it must be callable")
         self.scope = Scope([given, inputs])
         self.given = given
         self.fused = fused

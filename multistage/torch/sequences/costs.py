@@ -182,10 +182,10 @@ class Sampled:
     """What chunks of a kind of cell were seen to cost, for sequences of any length."""
 
     samples: Sequence[Cost]
-    weight: tuple[int, int, int]  # of the cell that was measured
+    weight: tuple[int, ...]  # of the cell that was measured
     steps: int  # of the sequence it was measured in
 
-    def serves(self, weight: tuple[int, int, int], steps: int, chunk: int | None) -> bool:
+    def serves(self, weight: tuple[int, ...], steps: int, chunk: int | None) -> bool:
         """Whether it holds of a cell of some weight, and for sequences of some length.
 
         In sequences more than twice as long larger chunks may pay than were measured; in short
@@ -288,6 +288,16 @@ def measured(
     )
 
 
+def peak_of(given: Computation, kind: StepKind, leaves: Sequence[Tensor]) -> int:
+    """Run a step of a kind, with a graph and back; return the most bytes that it allocates."""
+    start = 0 if given.facts.equal else kind.first
+    with given.around.measuring(), given.around.settled(keep=False):
+        trial = _Trial(given, (start, start + 1), leaves)
+        trial.chain.advance(trial.first, 0, 1)
+        trial.take_gradients()
+        return trial.peak_bytes()
+
+
 class _Trial:
     """A chain of one chunk of steps, run for its costs, from the leaves of a state before them."""
 
@@ -316,6 +326,11 @@ class _Trial:
         self.chain.front = 0
         self.chain.collector.clear()
 
+    def take_gradients(self) -> None:
+        """Let gradients of the outputs be ones."""
+        values = self.chain.collector.values()
+        self.chain.output_gradients = [v if v is None else torch.ones_like(v) for v in values]
+
     def seconds(self) -> tuple[float, float, float, float]:
         """Return what the steps take, the least of several runs.
 
@@ -332,8 +347,7 @@ class _Trial:
         for _ in range(_RUNS + 1):
             self._begin()
             times[0].append(seconds_of(lambda: chain.advance(first, 0, 1), device))
-            values = chain.collector.values()
-            chain.output_gradients = [v if v is None else torch.ones_like(v) for v in values]
+            self.take_gradients()
             times[1].append(seconds_of(alone, device))
             times[2].append(seconds_of(lambda: held.append(chain.tape(first, 0)[1]), device))
             back = seconds_of(lambda: chain.reverse(held.pop(), self._adjoint, 0), device)

@@ -45,7 +45,8 @@ class StepKind:
     """What steps of one kind do.
 
     The weight is the nodes of a step's graph, the bytes of what they return, and those of what
-    they save: cells that differ in neither code nor parameters may differ here.
+    they save: cells that differ in neither code nor parameters may differ here.  To plan by, it
+    has a fourth part, see `planned`.
     """
 
     returns_y: bool
@@ -55,7 +56,7 @@ class StepKind:
     draws: tuple[bool, ...]  # by generator
     x_kinds: tuple[Kind, ...] = ()  # of the tensors of x_t that were looked at
     buffers: Buffers = ()
-    weight: tuple[int, int, int] = (0, 0, 0)
+    weight: tuple[int, ...] = (0, 0, 0)
     made: int = 0  # nodes that a step makes, those included that are dropped at once
     graded: bool = False  # see `Facts`
     parameters: tuple[int, ...] = ()  # those that its graph leads to

@@ -154,14 +154,10 @@ class Inputs:
             return _form([self.given], None)
         return tuple([_form(*element) for element in self._elements])
 
-    def expect(self, kinds: Sequence[Kind], count: int) -> None:
-        """Refuse a new x_t that takes more bytes than those that were measured.
-
-        `kinds` are those of the tensors of `count` steps.
-        """
+    def expect(self, kinds: Sequence[Kind]) -> None:
+        """Refuse a new x_t that takes more bytes than one with tensors of some kinds."""
         if self.made and kinds:
-            total = sum(size.numel() * dtype.itemsize for size, dtype, _ in kinds)
-            self._most_bytes = total // count
+            self._most_bytes = sum(size.numel() * dtype.itemsize for size, dtype, _ in kinds)
 
     def changed(self) -> bool:
         """Whether a tensor that was given was written to since."""

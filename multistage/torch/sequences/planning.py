@@ -19,7 +19,7 @@ from ..tensors.meter import free_bytes
 from ..tensors.states import TensorLayout, kind_of
 from ..tiers.paging import PAGE_BYTES
 from .arguments import Settings
-from .costs import Cost, Sampled, Steps, measured, node_bytes, sample_chunks, tier_of
+from .costs import Cost, Sampled, Steps, measured, node_bytes, peak_of, sample_chunks, tier_of
 from .facts import Facts, StepKind
 from .remembered import KNOWN, Known, identity
 from .search import Equal, Unequal, choose
@@ -40,8 +40,10 @@ def planned(
 
     Steps of a kind are measured and checked once, equal ones for sequences of about any
     length: the same module type and parameters, or the same code, and a graph of about the
-    same weight.  Where no limit is given, a plan is made again from those measurements when
-    it no longer fits what is free, or more than twice as much is.
+    same weight.  Part of the weight is what a step takes at most: it is run to see where the
+    numbers and texts that its cell refers to are new.  Where no limit is given, a plan is made
+    again from those measurements when it no longer fits what is free, or more than twice as much
+    is.
 
     Raises
     ------
@@ -50,10 +52,14 @@ def planned(
     StateError
         Of the check.
     """
-    facts, n, settings = given.facts, given.inputs.steps, given.settings
+    n, settings = given.inputs.steps, given.settings
     if settings.planner == "stream" and store is None:
         raise ArgumentError("planner 'stream' needs a tier, as in tiers=['file:///scratch']")
     KNOWN.renew(settings.tiers)
+    if settings.costs is None:
+        each = tuple([_weighed(given, kind, survey) for kind in given.facts.kinds])
+        given = replace(given, facts=replace(given.facts, kinds=each))
+    facts = given.facts
     kinds = (
         tuple([_key(given, kind, survey) for kind in facts.kinds]),
         tuple([kind.parameters for kind in facts.kinds]),
@@ -107,6 +113,16 @@ def _counted(costs: Sequence[Cost], facts: Facts) -> tuple[tuple[Stage, int], ..
         (replace(cost.stage, name=kind.name), counts[number])
         for number, (cost, kind) in enumerate(zip(costs, facts.kinds, strict=False))
     )
+
+
+def _weighed(given: Computation, kind: StepKind, survey: Survey) -> StepKind:
+    """Return a kind whose weight tells what a step takes at most, with a graph and back, too."""
+    cell = given.cells.each[kind.cell]
+    fixed: list[object] = [getattr(cell.given, name, ()) for name in ("args", "__defaults__")]
+    fixed += (getattr(cell.given, "__kwdefaults__", None) or {}).values()
+    key = _key(given, kind, survey), hash(cell.scope.look().values(*fixed))
+    most = KNOWN.got(int, key, lambda: peak_of(given, kind, survey.state_before(kind)))
+    return replace(kind, weight=(*kind.weight, most))
 
 
 def _key(given: Computation, kind: StepKind, survey: Survey) -> object:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...model.stages import Stage
 from ...model.tier import Tier
@@ -27,10 +29,10 @@ _V = TypeVar("_V")
 
 @dataclass(slots=True)
 class Known:
-    """A plan, and the nodes and bytes of the steps it was made for."""
+    """A plan, and the weight of the steps it was made for."""
 
     plan: UnrollPlan
-    weight: tuple[int, int, int]
+    weight: tuple[int, ...]
     weighed: bool = False  # whether graphs were seen to hold to given costs
 
     @property
@@ -39,7 +41,7 @@ class Known:
         assert self.plan.plan is not None
         return self.plan.plan.stage_costs.stages
 
-    def holds(self, weight: tuple[int, int, int], limit: int | None) -> bool:
+    def holds(self, weight: tuple[int, ...], limit: int | None) -> bool:
         """Whether the plan is right for steps of some weight, where so much memory is free."""
         if not all(now <= then for now, then in zip(weight, self.weight, strict=True)):
             return False
@@ -58,8 +60,9 @@ class Remembered:
     - Known, by what tiers were given as, the kinds of steps and their order: plans;
     - Checked, by the kinds of steps, and whether steps run again;
     - Tier, by what tiers were given as, and what moves: how fast they are;
-    - int, by the objects of cells: how many sequences there were; by what tiers were given as:
-      after how many sequences those that were late are measured again.
+    - int, by kind and the numbers that a cell refers to: bytes that a step takes at most; by what
+      tiers were given as: after how many sequences those that were late are measured again;
+    - tuple, by the addresses of cells' objects: how many sequences there were, and the objects.
     """
 
     def __init__(self) -> None:
@@ -91,8 +94,12 @@ class Remembered:
 
     def looks(self, cells: Cells, chunks: int) -> Looks:
         """Return the chunks of the next sequence of some cells that are looked at more closely."""
-        kind = "sequences", tuple([_object_of(each.given) for each in cells.each])
-        number = self.put(kind, (self.get(int, kind) or 0) + 1) - 1
+        objects = [each for one in cells.each for each in _objects_of(one.given)]
+        kind = "sequences", tuple(map(id, objects))
+        number, those = self.get(tuple, kind) or (0, ())
+        if any(each() is None for each in those):  # others have had these addresses
+            number = 0
+        self.put(kind, (number + 1, _weakly(objects)))
         return Looks(number, chunks, watch=not cells.is_compiled())
 
     def was_late(self, tiers: object, plan: UnrollPlan, key: object, rates: Tier) -> None:
@@ -135,13 +142,22 @@ def identity(cell: Cell) -> object:
     return getattr(function, "__code__", type(function))
 
 
-def _object_of(given: object) -> object:
+def _objects_of(given: object) -> list[object]:
     """Return what distinguishes cells by what they refer to; a function may be made each time."""
     match given:
         case FunctionType():
-            return given.__code__, tuple([id(inside(each)) for each in given.__closure__ or ()])
+            return [given.__code__, *(inside(each) for each in given.__closure__ or ())]
         case MethodType():
-            return id(given.__self__), _object_of(given.__func__)
+            return [given.__self__, *_objects_of(given.__func__)]
         case functools.partial():
-            return _object_of(given.func), tuple(map(id, given.args))
-    return id(given)
+            return [*_objects_of(given.func), *given.args]
+    return [given]
+
+
+def _weakly(objects: Sequence[object]) -> tuple[weakref.ref[object], ...]:
+    """Refer to objects, but tensors, which may be made each time, and what allows no reference."""
+    found = []
+    for each in objects:
+        with contextlib.suppress(TypeError):
+            found += [] if isinstance(each, Tensor) else [weakref.ref(each)]
+    return tuple(found)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ...actions import Advance, EndForward, Load, Reverse, Schedule, Tape
 from ...backends.base import Store
 from ...backends.lifetimes import Ending
-from ...errors import MultistageError
+from ...errors import MultistageError, StateError
 from ...execute.executor import Executor
 from ...execute.late import EqualSteps, Late, Stages
 from ...model.costs import Costs
@@ -93,7 +93,7 @@ def run(
         return plainly(given, state, graph=False)
     inputs.known_as(facts.parameters)
     if facts.equal and not cells.fused:
-        inputs.expect(facts.kinds[-1].x_kinds, 1)
+        inputs.expect(facts.kinds[-1].x_kinds)
     # States of several sizes go by way of host memory.
     place = device if facts.equal else torch.device("cpu")
     store = open_tiers(settings.tiers, place)
@@ -278,7 +278,9 @@ class Sweep:
         chain.output_gradients = outputs
         chain.sums = [None] * len(chain.facts.parameters)
         chain.of_inputs = InputGradients(chain.inputs)
-        with chain.around.turn(), chain.replaying():
+        with chain.around.turn(), chain.around.replaying():
+            if chain.inputs.changed():
+                raise StateError("inputs was changed in place between forward and backward")
             if not self._ready:  # a second backward: stand where the forward sweep ended
                 self._run_forward()
             self._ready = False

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,6 @@ from ..environment.captured import Environment, generators_of
 from ..environment.randomness import Generators, State
 from ..environment.settings import casting_anew, leave_hooks_alone
 from ..environment.states import tensors_in
-from ..environment.turns import looking
 from ..measurement.checking import complain
 from ..measurement.saved import Saved, nodes_made
 from ..tensors.checksums import checksum
@@ -65,25 +64,6 @@ _MISFITS = (RuntimeError, TypeError, ValueError)
 
 class StateVaries(StateError):
     """A cell returned a state of another shape than it was given."""
-
-
-def surveyed(
-    survey: Callable[[bool], Survey], draws: bool | None, *, equal: bool, either: bool
-) -> tuple[Survey, Facts]:
-    """Look at steps of each kind; return what does so, and what they do.
-
-    `survey(equal)` is to do so.  With `either` those that are taken to be `equal` may turn out
-    to differ.
-    """
-    with looking():
-        try:
-            found = survey(equal)
-            return found, found.facts(draws)
-        except StateVaries:
-            if not either:
-                raise
-        found = survey(False)
-        return found, found.facts(draws)
 
 
 class Survey:

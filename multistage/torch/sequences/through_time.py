@@ -136,7 +136,8 @@ class ThroughTime:
         self.cuts, self._known = cuts, known
         self.state_is_tape = facts.equal
         self.front = 0  # chunks whose outputs were collected
-        self.checksums: Checksums | None = None  # of the first run
+        # Of the first run; None once a warning was given.
+        self.checksums = None if self.check == "off" else Checksums(self.n_steps, self.device)
         self.sums: list[Tensor | None] = []
         self.of_inputs: InputGradients | None = None  # while a backward runs
         ends = () if given.cells.fused else facts.parameters
@@ -157,20 +158,6 @@ class ThroughTime:
         """Return state 0, with what is in the generators and buffers now."""
         self.boundaries.begin(leaves)
         return TensorState([*(t.detach() for t in leaves), *self.around.now()])
-
-    @contextlib.contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Make everything what it was in the forward sweep; put the present back at the end.
-
-        Raises
-        ------
-        StateError
-            If a parameter or an input was changed since.
-        """
-        if self.inputs.changed():
-            raise StateError("inputs was changed in place between forward and backward")
-        with self.around.replaying():
-            yield
 
     def renew_sums(self) -> None:
         """Put copies in place of the sums so far, one by one, for whoever counts memory."""
@@ -197,7 +184,6 @@ class ThroughTime:
 
     def advance(self, state: TensorState, start: int, stop: int) -> TensorState:
         """Return the state after these chunks, without a graph."""
-        self.require_checksums()
         for k in range(start, stop):
             graph = self.facts.graded or (self.samples is not None and self.samples.graphed(k))
             # Of the chunks that are looked at, the graph is dropped.
@@ -208,11 +194,6 @@ class ThroughTime:
                 state = TensorState([*(t.detach() for t in chunk.leaves), *rest])
             del chunk  # and its graph, before the next one is made
         return state
-
-    def require_checksums(self) -> None:
-        """Make room for the checksums of a first run, unless they are not wanted."""
-        if self.checksums is None and self.check != "off":
-            self.checksums = Checksums(self.n_steps, self.device)
 
     def run_alone(self, state: TensorState) -> list[Tensor]:
         """Run the first chunk with nothing beside it; return the state after it."""
@@ -260,10 +241,8 @@ class ThroughTime:
         self._note(k, chunk)
         if not again:
             chunk.refuse_written(self.cells.name, steps)
-        if new:
-            self.require_checksums()
-            if self.checksums is not None:
-                self.checksums.note(k, chunk.results)
+        if new and self.checksums is not None:
+            self.checksums.note(k, chunk.results)
         if taped:
             before.checked()
             self.around.refuse_graphs(*steps)
