@@ -8,7 +8,6 @@ are pure functions, and a chain of stages is planned and run as `Sequential` run
 from __future__ import annotations
 
 import itertools
-import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -557,7 +556,7 @@ def _refuse(model: object) -> None:
         raise ArgumentError(
             f"{name} has SyncBatchNorm, by which ranks run stages together; use Sequential"
         )
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # slow to import
+    fsdp: Any = getattr(torch.distributed, "fsdp", None)  # if imported, which is slow
     if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules[1:]):
         raise ArgumentError(
             f"{name} has modules that fully_shard gathers parameters for, by which ranks run "

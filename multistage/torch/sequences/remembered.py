@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
@@ -156,8 +155,5 @@ def _objects_of(given: object) -> list[object]:
 
 def _weakly(objects: Sequence[object]) -> tuple[weakref.ref[object], ...]:
     """Refer to objects, but tensors, which may be made each time, and what allows no reference."""
-    found = []
-    for each in objects:
-        with contextlib.suppress(TypeError):
-            found += [] if isinstance(each, Tensor) else [weakref.ref(each)]
-    return tuple(found)
+    referred = [o for o in objects if type(o).__weakrefoffset__ and not isinstance(o, Tensor)]
+    return tuple(map(weakref.ref, referred))
