@@ -424,9 +424,9 @@ def generators_of(scopes: Sequence[Scope], tensors: Sequence[Tensor]) -> Generat
 
 
 class Snapshot:
-    """Generators, what a scope holds, and its buffers' values: as they were; a context restores.
+    """Generators and what a scope holds as they were; a context restores them.
 
-    Tensors are put back by value, those that changed: code that shares them sees it.
+    Buffers and tensors in attributes are put back by value: code that shares them sees it.
 
     Parameters
     ----------
@@ -434,23 +434,20 @@ class Snapshot:
         Of what runs meanwhile.
     tensors : sequence of Tensor
         That it runs on.
-    attributes : bool
-        Whether tensors that attributes hold get their values back too.
     """
 
-    def __init__(self, scope: Scope, tensors: Sequence[Tensor], *, attributes: bool = True) -> None:
+    def __init__(self, scope: Scope, tensors: Sequence[Tensor]) -> None:
         self._found = found = scope.look()
         self._generators = generators_of([scope], tensors)
         self._states = self._generators.capture()
         values = {id(b): b for _, _, b in buffers_among(found.modules)}
-        if attributes:
-            values |= {
-                id(x): x
-                for place, held in zip(found.places, found.held, strict=True)
-                if place.name.startswith("attribute")
-                for x in (held.values() if isinstance(held, dict) else held)
-                if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
-            }
+        values |= {
+            id(x): x
+            for place, held in zip(found.places, found.held, strict=True)
+            if place.name.startswith("attribute")
+            for x in (held.values() if isinstance(held, dict) else held)
+            if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
+        }
         self._values = [
             (t, t.detach().clone(), version_of(t))
             for t in values.values()

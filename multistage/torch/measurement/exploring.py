@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from ..environment.captured import Environment, Snapshot, exchanges_memory, generators_of
+from ..environment.captured import Environment, exchanges_memory, generators_of
 from ..environment.copies import cloned
 from ..environment.randomness import Generators, State
 from ..environment.scope import Scope
@@ -192,11 +192,6 @@ class HooksOnTensors(TorchFunctionMode):
             self.met = True
             return RemovableHandle(OrderedDict())
         return func(*args, **(kwargs or {}))
-
-
-def untouched(scope: Scope, sample: object) -> Snapshot:
-    """Return a context that puts buffers, attributes and random generators back at its end."""
-    return Snapshot(scope, tensors_in(sample), attributes=False)
 
 
 def explore(
