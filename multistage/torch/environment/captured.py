@@ -115,10 +115,6 @@ class Environment:
         self._kept = cloned(buffers)
         self._kept_versions = [0 if b is None else version_of(b) for b in buffers]
 
-    def addresses(self) -> list[int]:
-        """Return where tensors lay that the stage must leave alone, and its buffers lie."""
-        return [*self._pointers, *addresses([b for b in self._buffers() if b is not None])]
-
     def _buffers(self) -> list[Tensor | None]:
         return [module._buffers[key] for module, key in self._changing]
 
