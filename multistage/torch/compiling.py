@@ -30,10 +30,12 @@ from ..planners import Plan
 from ..planners.chain.heterogeneous import ChainPlanner
 from ..support.units import format_bytes
 from .adopting import InFront, YieldingProperty, yielding
+from .environment.captured import Snapshot
 from .environment.scope import Scope
+from .environment.states import tensors_in
 from .environment.turns import TURN, unseen
 from .measurement.checking import Check, Checked, checked_choice
-from .measurement.exploring import fresh_copy, untouched
+from .measurement.exploring import fresh_copy
 from .measurement.saved import Saved
 from .planning.calls import ChainCall
 from .planning.choosing import least_of
@@ -597,7 +599,7 @@ def _fail_as_plain(
 ) -> None:
     """Raise what a model raises without a capture; else leave all as it is."""
     given = fresh_copy((args, kwargs))
-    with untouched(Scope([model]), given), torch.no_grad():
+    with Snapshot(Scope([model]), tensors_in(given)), torch.no_grad():
         model(*given[0], **given[1])
 
 

@@ -38,8 +38,9 @@ from torch import Tensor, nn
 from multistage.actions import Action
 from multistage.planners import Plan
 from multistage.torch.chains.runner import Run
+from multistage.torch.environment.captured import Snapshot
 from multistage.torch.environment.scope import Scope
-from multistage.torch.measurement.exploring import explore, untouched
+from multistage.torch.measurement.exploring import explore
 from multistage.torch.tiers.lane import ChainTier
 
 CPU = torch.device("cpu")
@@ -146,7 +147,7 @@ def bound(
     Given as a `Plan` too, its tier is left where it is late.
     """
     x = torch.randn(8, WIDTH, requires_grad=True)
-    with untouched(Scope(list(model)), x):
+    with Snapshot(Scope(list(model)), [x]):
         groups, traits = explore(list(model), [str(k) for k in range(len(model))], x)
     if any(len(group) != 1 for group in groups):
         return None

@@ -359,6 +359,27 @@ def test_a_stage_that_writes_to_an_attribute_is_named() -> None:
         mst.Sequential([count, torch.tanh], torch.randn(4))
 
 
+class Totalling(nn.Module):
+    """Adds to a tensor in an attribute, through what no version shows if `hidden`."""
+
+    def __init__(self, hidden: bool) -> None:
+        super().__init__()
+        self.total, self.hidden = torch.zeros(()), hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        (self.total.data if self.hidden else self.total).add_(1)
+        return torch.tanh(x * self.total.clone())
+
+
+@pytest.mark.parametrize("check", ["error", "off"])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_profiling_leaves_tensors_in_attributes_as_they_were(hidden: bool, check: Any) -> None:
+    stage = Totalling(hidden)
+    with contextlib.nullcontext() if hidden else pytest.raises(StateError, match="'total' in pla"):
+        mst.Sequential([stage, torch.tanh], torch.randn(4), check=check)
+    assert (stage.total.item(), stage.total._version) == (0, 0)
+
+
 class Box:
     def __init__(self) -> None:
         self.items: list[float] = []

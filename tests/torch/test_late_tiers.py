@@ -39,8 +39,9 @@ from multistage.planners.chain.heterogeneous import plan_chain  # noqa: E402
 from multistage.states.layout import Layout  # noqa: E402
 from multistage.torch.chains.holdings import Holdings  # noqa: E402
 from multistage.torch.chains.runner import Run  # noqa: E402
+from multistage.torch.environment.captured import Snapshot  # noqa: E402
 from multistage.torch.environment.scope import Scope  # noqa: E402
-from multistage.torch.measurement.exploring import explore, untouched  # noqa: E402
+from multistage.torch.measurement.exploring import explore  # noqa: E402
 from multistage.torch.measurement.measure import measure_stages  # noqa: E402
 from multistage.torch.planning import choosing  # noqa: E402
 from multistage.torch.planning.choosing import held_by_caller  # noqa: E402
@@ -89,7 +90,7 @@ class Gate(MemoryStore):
 
 def bound(model: nn.Sequential, plan: Plan, slow: ChainTier) -> Callable[[Tensor], Tensor]:
     x = torch.randn(8, 24, requires_grad=True)
-    with untouched(Scope(list(model)), x):
+    with Snapshot(Scope(list(model)), [x]):
         _, traits = explore(list(model), [str(k) for k in range(len(model))], x)
 
     def call(x: Tensor) -> Tensor:

@@ -62,8 +62,9 @@ from multistage.planners.base import store_all_schedule  # noqa: E402
 from multistage.schedule.simulation import simulate  # noqa: E402
 from multistage.states.layout import Layout  # noqa: E402
 from multistage.torch.chains.runner import Run, Script  # noqa: E402
+from multistage.torch.environment.captured import Snapshot  # noqa: E402
 from multistage.torch.environment.scope import Scope  # noqa: E402
-from multistage.torch.measurement.exploring import explore, untouched  # noqa: E402
+from multistage.torch.measurement.exploring import explore  # noqa: E402
 from multistage.torch.measurement.measure import measure_stages  # noqa: E402
 from multistage.torch.planning import choosing  # noqa: E402
 from multistage.torch.planning.choosing import held_by_caller  # noqa: E402
@@ -101,7 +102,7 @@ def run_with(
 ) -> Callable[[Tensor], Tensor]:
     x = torch.randn(8, 24, requires_grad=True)
     names = [str(k) for k in range(len(model))]
-    with untouched(Scope(list(model)), x):
+    with Snapshot(Scope(list(model)), [x]):
         groups, traits = explore(list(model), names, x)
     assert all(len(group) == 1 for group in groups)
     return lambda x: Run(list(model), traits, actions, slow).forward(x)
@@ -206,7 +207,7 @@ def test_evicted_data_takes_no_memory() -> None:
 
     slow = ChainTier(store(), CPU, PAGE)
     names = [str(k) for k in range(len(model))]
-    with untouched(Scope(list(model)), x):
+    with Snapshot(Scope(list(model)), [x]):
         _, traits = explore(list(model), names, x)
     plain = peak(model)
     away = peak(lambda x: Run(list(model), traits, offload_all(16), slow).forward(x))

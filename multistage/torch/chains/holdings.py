@@ -26,7 +26,7 @@ from ..tensors.checksums import digest
 from ..tensors.geometry import is_plain
 from ..tiers.groups import Origin, TensorGroup, Watch
 from ..tiers.lane import ChainTier, TierLane, Transfer
-from .stages import Region, StageRunner, storages_of_all
+from .stages import StageRunner, storages_of_all
 
 _LAST = 4  # transfers, whose rate is that of now
 
@@ -92,14 +92,14 @@ class HeldTape:
         again = caught.without is not None or not caught.counts_alone
         return cls(caught, state if again else None)
 
-    def guard(self, storages: Set[int], own: Region) -> None:
+    def guard(self, storages: Set[int], every: Set[int]) -> None:
         """Notice other bits, in these storages, of what the rest is made again from.
 
-        Of parameters, which lie in `own`, a stage's environment does.
+        Of parameters, which lie in the others of `every`, a stage's environment does.
         """
         if self.is_whole:
             return
-        if self.state is not None and own.has_part_of(self.state.tensors(), storages):
+        if self.state is not None and not storages_of_all(self.state.tensors()).isdisjoint(every):
             self.state.summed()
         sources = [(number, self._tensors[number]) for number in self._sources]
         for number, tensor in sources:
@@ -298,14 +298,15 @@ class Holdings:
         tapes = [kept.state for kept in self.tapes.values() if kept.state is not None]
         if not (held or tapes):
             return
-        storages, own = self.staying | storages_of_all(output), self._stages.region()
+        storages = self.staying | storages_of_all(output)
+        every = storages | self._stages.region()
         for state in held:
             assert isinstance(state, KeptState)
-            if not state.sums and own.has_part_of(state.tensors(), storages):
+            if not state.sums and not storages_of_all(state.tensors()).isdisjoint(every):
                 state.summed()
         for tape in tapes:
             assert isinstance(tape, HeldTape)
-            tape.guard(storages, own)
+            tape.guard(storages, every)
 
     def turn(self) -> None:
         """Note how busy the machine was with other work: the forward sweep is over."""

@@ -6,10 +6,8 @@ again in that environment (`multistage.torch.environment`).
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -396,35 +394,9 @@ class StageRunner:
         """Return the addresses of storages of the environment of stage i."""
         return storages_of_all(self._around[i].found.tensors)
 
-    def region(self) -> Region:
-        """Return where the environments of all stages lie."""
-        every = self._around.values()
-        if self.is_closed and self._own_stays:
-            return Region(frozenset(), sorted([at for each in every for at in each.addresses()]))
-        return Region(storages_of_all([t for each in every for t in each.found.tensors]), ())
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Where parameters and buffers lie: their storages, or sorted addresses in these."""
-
-    storages: Set[int]
-    addresses: Sequence[int]
-
-    def has_part_of(self, tensors: Iterable[Tensor], others: Set[int]) -> bool:
-        """Whether one of some tensors lies here, or in other storages."""
-        for tensor in tensors:
-            if tensor.layout is not torch.strided:
-                continue
-            storage = tensor.untyped_storage()
-            if storage._cdata in others or storage._cdata in self.storages:
-                return True
-            place = bisect_left(self.addresses, storage.data_ptr()) if self.addresses else 0
-            if self.addresses[place : place + 1] and (
-                self.addresses[place] < storage.data_ptr() + storage.nbytes()
-            ):
-                return True
-        return False
+    def region(self) -> set[int]:
+        """Return the addresses of storages of the environments of all stages."""
+        return storages_of_all(t for each in self._around.values() for t in each.found.tensors)
 
 
 def storages_of_all(tensors: Iterable[Tensor]) -> set[int]:

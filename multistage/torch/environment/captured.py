@@ -26,14 +26,14 @@ module for identities and versions, and a pass over what checksums are taken of.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Container, Iterator, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import StateError
-from ..tensors.checksums import digest, fingerprint, same_bits, sums_of, whole_memory
+from ..tensors.checksums import Memory, digest, fingerprint, same_bits, whole_memory
 from .copies import address, addresses, cloned, put_back, version_of
 from .places import replacing
 from .randomness import Generators, State, random_devices
@@ -64,7 +64,6 @@ class Environment:
     """
 
     __slots__ = (
-        "_at",
         "_changing",
         "_flags",
         "_generators",
@@ -74,7 +73,6 @@ class Environment:
         "_places",
         "_pointers",
         "_random",
-        "_sizes",
         "_sums",
         "_tensors",
         "_versions",
@@ -101,11 +99,8 @@ class Environment:
         )
         self._versions = [t._version for t in self._tensors]
         self._flags = [t.requires_grad for t in self._tensors]
-        at = addresses(self._tensors)
-        self._pointers = [] if exchanges_memory() else at
-        self._at = at
-        self._sizes: Sequence[int] = []
-        self._sums: list[int | None] = []
+        self._pointers = addresses(self._tensors)
+        self._sums: list[tuple[int, int | None]] = []  # with the bytes that they are of
         self._places: dict[int, int] | None = None
         self._kept: list[Tensor | None] | None = None
         self._kept_versions: list[int] = []
@@ -120,16 +115,13 @@ class Environment:
         self._kept = cloned(buffers)
         self._kept_versions = [0 if b is None else version_of(b) for b in buffers]
 
-    def addresses(self) -> list[int]:
-        """Return where tensors lay that the stage must leave alone, and its buffers lie."""
-        return [*self._at, *addresses([b for b in self._buffers() if b is not None])]
-
     def _buffers(self) -> list[Tensor | None]:
         return [module._buffers[key] for module, key in self._changing]
 
     def sum(self) -> None:
         """Take checksums of the tensors that the stage must leave alone."""
-        self._sizes, self._sums = self._summed(self._at)
+        each = zip(self._tensors, *self._memory(self._pointers), strict=True)
+        self._sums = [(nbytes, digest(tensor, memory)) for tensor, nbytes, memory in each]
 
     # ------------------------------------------------------------- first run
 
@@ -245,26 +237,22 @@ class Environment:
         if self._generators is not None and self._random is not None:
             self._generators.restore(self._random)
 
-    def refuse_changed(self) -> None:
-        """Raise StateError if a tensor was changed since it was captured."""
-        for tensor in self._written():
-            raise self._changed(tensor, _WRITTEN)
+    def refuse_changed(self, of: Container[int] | None = None) -> None:
+        """Raise StateError if a tensor was changed since it was captured; of some alone, by id."""
         at = addresses(self._tensors)
-        if self._pointers and not exchanges_memory():
-            for tensor in self._others(at, self._pointers):
-                raise self._changed(tensor, _MOVED)
+        moved = [] if exchanges_memory() else self._others(at, self._pointers)
+        for how, tensors in ((_WRITTEN, self._written()), (_MOVED, moved)):
+            for tensor in tensors:
+                if of is None or id(tensor) in of:
+                    raise self._changed(tensor, how)
         if not self._sums:
             return
-        sizes, now = self._summed(at)
-        if now != self._sums:
-            before = zip(self._sizes, self._sums, strict=True)
-            for tensor, size, bits, (size_before, bits_before) in zip(
-                self._tensors, sizes, now, before, strict=True
-            ):
-                # A shard and the whole (FSDP) are not to be compared.
-                comparable = bits is not None is not bits_before and size == size_before
-                if comparable and bits != bits_before:
-                    raise self._changed(tensor, _OTHER_BITS)
+        each = zip(self._tensors, self._sums, *self._memory(at), strict=True)
+        for tensor, (nbytes, before), now, memory in each:
+            # A shard and the whole (FSDP) are not to be compared.
+            compared = now == nbytes and before is not None and (of is None or id(tensor) in of)
+            if compared and digest(tensor, memory) not in (before, None):
+                raise self._changed(tensor, _OTHER_BITS)
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return parameters and buffers as they were, by name, for a run that writes to none.
@@ -276,40 +264,19 @@ class Environment:
         """
         found, changing = self.found.by_name(), [key for _, key in self._changing]
         kept = dict(zip(changing, self._kept or [None] * len(changing), strict=True))
-        read: dict[str, Tensor] = {}
-        for name in names:
-            value = kept.get(name)
-            if value is None and name in found:
-                value = found[name]
-                number = self._numbers()[id(value)]
-                if value._version != self._versions[number]:
-                    raise self._changed(value, _WRITTEN)
-                if self._pointers and address(value) != self._pointers[number]:
-                    raise self._changed(value, _MOVED)
-                before = self._sums[number] if self._sums else None
-                comparable = before is not None and self._sizes[number] == value.nbytes
-                if comparable and digest(value) not in (before, None):
-                    raise self._changed(value, _OTHER_BITS)
-            if value is not None:
-                read[name] = value
+        values = {n: found.get(n) if kept.get(n) is None else kept[n] for n in names}
+        read = {name: value for name, value in values.items() if value is not None}
+        self.refuse_changed({id(value) for value in read.values()})
         return read
 
-    def _numbers(self) -> dict[int, int]:
-        """Return the places of the tensors that the stage must leave alone, by their identity."""
-        known = self.found.numbers
-        if known is None or known[0] is not self._changing:
-            numbers = {id(tensor): number for number, tensor in enumerate(self._tensors)}
-            known = self.found.numbers = self._changing, numbers
-        return known[1]
-
-    def _summed(self, at: list[int]) -> tuple[Sequence[int], list[int | None]]:
-        """Return the bytes and the checksums of the tensors at some addresses."""
+    def _memory(self, at: list[int]) -> tuple[list[int], list[Memory | None]]:
+        """Return the bytes and the memory of the tensors at some addresses."""
         sizes = [t.nbytes if where else 0 for t, where in zip(self._tensors, at, strict=True)]
         known = self.found.memory
         if known is None or known[0] is not self._changing or known[1:3] != (at, sizes):
-            memory = [whole_memory(t) or t for t in self._tensors]
+            memory = [whole_memory(tensor) for tensor in self._tensors]
             known = self.found.memory = self._changing, at, sizes, memory
-        return sizes, sums_of(known[3])
+        return known[2:]
 
     def _changed(self, tensor: Tensor, how: str) -> StateError:
         shape = tuple(tensor.shape)
@@ -424,9 +391,9 @@ def generators_of(scopes: Sequence[Scope], tensors: Sequence[Tensor]) -> Generat
 
 
 class Snapshot:
-    """Generators, what a scope holds, and its buffers' values: as they were; a context restores.
+    """Generators and what a scope holds as they were; a context restores them.
 
-    Tensors are put back by value, those that changed: code that shares them sees it.
+    Buffers and tensors in attributes are put back by value: code that shares them sees it.
 
     Parameters
     ----------
@@ -434,23 +401,20 @@ class Snapshot:
         Of what runs meanwhile.
     tensors : sequence of Tensor
         That it runs on.
-    attributes : bool
-        Whether tensors that attributes hold get their values back too.
     """
 
-    def __init__(self, scope: Scope, tensors: Sequence[Tensor], *, attributes: bool = True) -> None:
+    def __init__(self, scope: Scope, tensors: Sequence[Tensor]) -> None:
         self._found = found = scope.look()
         self._generators = generators_of([scope], tensors)
         self._states = self._generators.capture()
         values = {id(b): b for _, _, b in buffers_among(found.modules)}
-        if attributes:
-            values |= {
-                id(x): x
-                for place, held in zip(found.places, found.held, strict=True)
-                if place.name.startswith("attribute")
-                for x in (held.values() if isinstance(held, dict) else held)
-                if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
-            }
+        values |= {
+            id(x): x
+            for place, held in zip(found.places, found.held, strict=True)
+            if place.name.startswith("attribute")
+            for x in (held.values() if isinstance(held, dict) else held)
+            if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
+        }
         self._values = [
             (t, t.detach().clone(), version_of(t))
             for t in values.values()

@@ -8,12 +8,13 @@ and 130.  Where it lies is tried out at import; where it is not found, they are 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
 import random
 import struct
-from collections.abc import Callable, Container, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -105,11 +106,23 @@ class Generators:
         found = zip(self._sources, before, after, strict=True)
         return tuple([a if a != b or source.name in known else None for source, a, b in found])
 
-    def draw(self, names: Container[str]) -> None:
-        """Draw from the generators of other names, which gives them other states."""
+    @contextlib.contextmanager
+    def disturbed(
+        self, states: Sequence[State], drawn: Set[str], seeded: set[str]
+    ) -> Iterator[None]:
+        """Run with other states of the generators that are not known to be drawn from.
+
+        Adds the names of those that are not left as they were; restores `states` at the end.
+        """
         for source in self._sources:
-            if source.name not in names:
+            if source.name not in drawn:
                 source.draw()
+        before = self.capture()
+        try:
+            yield
+        finally:
+            seeded |= {*self.drawn(before, self.capture())} - drawn
+            self.restore(states)
 
     def to_tensors(self, states: Sequence[State | None]) -> list[Tensor]:
         """Return states as rows of bytes, each time of the same lengths; None as an empty one."""

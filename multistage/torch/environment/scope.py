@@ -75,7 +75,7 @@ class Found:
         Of which only parameters and buffers are known.
     number : int
         Of these contents: what is found later with the same number holds the same.
-    addresses, memory, numbers : tuple, optional
+    addresses, memory : tuple, optional
         What `Environment` has worked out of it.
     """
 
@@ -97,10 +97,8 @@ class Found:
         if anew:
             self.number = next(_numbers)
             self.addresses: tuple[Buffers, Sequence[int], dict[int, int]] | None = None
-            self.memory: tuple[Buffers, list[int], list[int], Memory] | None = None
+            self.memory: tuple[Buffers, list[int], list[int], list[Memory | None]] | None = None
             self._devices: frozenset[torch.device] | None = None
-        self.numbers: tuple[Buffers, dict[int, int]] | None = None
-        self._by_name: dict[str, Tensor] | None = None
         return self
 
     def holding(self, held: Sequence[Held], *, anew: bool = False) -> Found:
@@ -133,15 +131,13 @@ class Found:
 
     def by_name(self) -> dict[str, Tensor]:
         """Return parameters and buffers of a module that is alone, by name."""
-        if self._by_name is None:
-            self._by_name = {
-                str(key): value
-                for held in self.held
-                if isinstance(held, dict)
-                for key, value in held.items()
-                if isinstance(value, Tensor)
-            }
-        return self._by_name
+        return {
+            str(key): value
+            for held in self.held
+            if isinstance(held, dict)
+            for key, value in held.items()
+            if isinstance(value, Tensor)
+        }
 
     def differences(self, but: Container[tuple[int, object]] = ()) -> list[str]:
         """Return the names of values that are others now, but for some entries of dicts."""

@@ -10,7 +10,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from ..environment.captured import Environment, Snapshot, exchanges_memory, generators_of
+from ..environment.captured import Environment, exchanges_memory, generators_of
 from ..environment.copies import cloned
 from ..environment.randomness import Generators, State
 from ..environment.scope import Scope
@@ -194,11 +194,6 @@ class HooksOnTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def untouched(scope: Scope, sample: object) -> Snapshot:
-    """Return a context that puts buffers, attributes and random generators back at its end."""
-    return Snapshot(scope, tensors_in(sample), attributes=False)
-
-
 def explore(
     stages: Sequence[Call], names: Sequence[str], sample: object
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Traits, ...]]:
@@ -256,7 +251,7 @@ def explore(
         )
         look = partial(_look_with_graph, stage, given, wants, state, done, around)
         # What was written to cannot be run on again.
-        found = (trait, None) if written else look(_Random(generators, random), trait)
+        found = (trait, None) if written else look(generators, random, trait)
         traits.append(found[0])
         wants = found[1]
     traits = [_keeping(trait, s, moved) for trait, s in zip(traits, scopes, strict=True)]
@@ -279,28 +274,6 @@ def _maker_of(written: set[int], storages: Sequence[dict[int, StorageWeakRef]]) 
     return i
 
 
-@dataclass(frozen=True, slots=True)
-class _Random:
-    """Generators, and their states before a stage ran."""
-
-    generators: Generators
-    states: Sequence[State]
-
-    @contextlib.contextmanager
-    def disturbed(self, drawn: Set[str], seeded: set[str]) -> Iterator[None]:
-        """Run with other states of the generators that are not known to be drawn from.
-
-        Adds the names of those that are not left as they were.
-        """
-        self.generators.draw(drawn)
-        states = self.generators.capture()
-        try:
-            yield
-        finally:
-            seeded |= {*self.generators.drawn(states, self.generators.capture())} - drawn
-            self.generators.restore(self.states)
-
-
 def _look_with_graph(
     stage: Call,
     given: object,
@@ -308,7 +281,8 @@ def _look_with_graph(
     result: object,
     done: Operations | None,
     around: Environment,
-    random: _Random,
+    generators: Generators,
+    states: Sequence[State],
     trait: Traits,
 ) -> tuple[Traits, Sequence[bool]]:
     """Run a stage with a graph, and compare: some kernels, such as oneDNN's LSTM, differ.
@@ -341,12 +315,12 @@ def _look_with_graph(
     saved = Saved()
     try:
         with saved:
-            again = run(random.disturbed(drawn, seeded))
+            again = run(generators.disturbed(states, drawn, seeded))
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):  # which torch.func does not support
             raise
         unhooked = True
-        again = run(random.disturbed(drawn, seeded))
+        again = run(generators.disturbed(states, drawn, seeded))
     graded, may_draw = False, recorded is None or recorded.may_draw
     # Ranks that run a stage together run it as often.
     if exchanges_memory() or not _all_equal(plain, again):
@@ -354,7 +328,7 @@ def _look_with_graph(
         undisturbed, once_more = (run(contextlib.nullcontext()) for _ in range(2))
         graded = not _all_equal(plain, undisturbed)
         if _all_equal(undisturbed, once_more) and not _all_equal(undisturbed, again):
-            seeded |= {*random.generators.names} - drawn
+            seeded |= {*generators.names} - drawn
     if done is not None and recorded is not None:
         graded = graded or recorded.noted != done.noted
         may_draw = may_draw or done.may_draw

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import ArgumentError
 from ...model.stages import Stage, StageCosts, Way
-from ..environment.captured import Environment
+from ..environment.captured import Environment, Snapshot
 from ..environment.places import Held, Place, replacing
 from ..environment.randomness import Generators
 from ..environment.scope import Scope
@@ -47,7 +47,7 @@ from .clocks import (
     seconds_between,
     seconds_of,
 )
-from .exploring import Call, HooksOnTensors, explore, fresh_copy, has_node, hooks_silent, untouched
+from .exploring import Call, HooksOnTensors, explore, fresh_copy, has_node, hooks_silent
 from .joining import grouped
 from .saved import Caught, Saved, never
 from .traits import Count, OfGraph, Remade, Sizes, Traits, bytes_of
@@ -490,7 +490,7 @@ def measure_stages(
     # compiled once more, for the mode.
     hooks = HooksOnTensors()
     ours = not (sharded(parameters) or compiled_among(scope.modules))
-    with untouched(scope, sample), hooks_silent(scope.modules), casting_anew():
+    with Snapshot(scope, tensors_in(sample)), hooks_silent(scope.modules), casting_anew():
         with hooks if ours else contextlib.nullcontext():
             groups, traits = explore(stages, names, sample)
         if costs is None:

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .meter import parts_of
 
-Memory: TypeAlias = Sequence[ctypes.Array[ctypes.c_byte] | Tensor]
+Memory: TypeAlias = ctypes.Array[ctypes.c_byte]
 _IN_MEMORY = {Tensor, nn.Parameter, nn.Buffer}
 _PIECE_BYTES = 1 << 20  # of a tensor with gaps, copied at a time
 _SMALL_BYTES = 1 << 14  # of which a checksum takes no longer than to find that it is known
@@ -57,10 +57,10 @@ def _in_order(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
-def digest(tensor: Tensor) -> int | None:
+def digest(tensor: Tensor, memory: Memory | None = None) -> int | None:
     """Return a checksum of a tensor's elements in host memory (XXH3); None if they lie elsewhere.
 
-    About 10 GB/s, and more what lies in a cache.
+    About 10 GB/s, and more what lies in a cache.  `memory` is its `whole_memory`, if known.
 
     Examples
     --------
@@ -71,7 +71,7 @@ def digest(tensor: Tensor) -> int | None:
     >>> digest(torch.eye(3).to_sparse()) == digest(torch.eye(3).to_sparse() * 2)
     False
     """
-    memory = whole_memory(tensor)
+    memory = memory or whole_memory(tensor)
     if memory is not None:
         return xxhash.xxh3_64_intdigest(memory)
     if type(tensor) not in _IN_MEMORY or not tensor.is_cpu or tensor.is_nested:
@@ -86,7 +86,7 @@ def digest(tensor: Tensor) -> int | None:
     return found.intdigest()
 
 
-def whole_memory(tensor: Tensor) -> ctypes.Array[ctypes.c_byte] | None:
+def whole_memory(tensor: Tensor) -> Memory | None:
     """Return the host memory of a contiguous tensor; None if it has none, or has gaps."""
     if type(tensor) not in _IN_MEMORY or not tensor.is_cpu or tensor.is_nested:
         return None
@@ -96,13 +96,7 @@ def whole_memory(tensor: Tensor) -> ctypes.Array[ctypes.c_byte] | None:
     return _memory(tensor) if there else None
 
 
-def sums_of(memory: Memory) -> list[int | None]:
-    """Return checksums of memory, and of tensors that have none; see `digest`."""
-    intdigest = xxhash.xxh3_64_intdigest
-    return [digest(m) if isinstance(m, Tensor) else intdigest(m) for m in memory]
-
-
-def _memory(tensor: Tensor) -> ctypes.Array[ctypes.c_byte]:
+def _memory(tensor: Tensor) -> Memory:
     return (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
 
 

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Self
 
 import torch
@@ -189,7 +189,8 @@ class Meter(Seeing):
             known = self._references.get(key)
             if known is None or known() is None:
                 nbytes = -(-storage.nbytes() // self._block) * self._block if counted else 0
-                self._references[key] = _Reference(storage, nbytes, self._freed)
+                reference = self._references[key] = _Reference(storage, self._freed)
+                reference.key, reference.nbytes = key, nbytes
                 self._live += nbytes
 
     def _freed(self, reference: _Reference) -> None:
@@ -338,16 +339,8 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
     """Tells when a storage is freed: its Python object lives as long as itself."""
 
     __slots__ = ("key", "nbytes")
-
-    def __new__(
-        cls, storage: torch.UntypedStorage, nbytes: int, freed: Callable[[_Reference], None]
-    ) -> _Reference:
-        return super().__new__(cls, storage, freed)
-
-    def __init__(
-        self, storage: torch.UntypedStorage, nbytes: int, freed: Callable[[_Reference], None]
-    ) -> None:
-        self.key, self.nbytes = storage._cdata, nbytes
+    key: int
+    nbytes: int
 
 
 def free_bytes(device: torch.device) -> int:
