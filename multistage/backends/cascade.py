@@ -51,7 +51,7 @@ class State:
     Attributes
     ----------
     number : int
-        Of it in both stores: its key, unless one that had it before is still being moved.
+        Of it in both stores, where no other has had it: one with the same key may still be moved.
     target : Store or None
         Where it moves to.
     sent : bool
@@ -207,7 +207,7 @@ class CascadeStore(JoinedStore):
         self._short = False  # a state found no room, which moves will make
         self._rising = False  # nothing was put since the last read
         self._warned = False
-        self._others = itertools.count(-1, -1)
+        self._numbers = itertools.count()
         self._open_all(layout)
 
     def _require_room(self, layout: Layout) -> None:
@@ -227,13 +227,11 @@ class CascadeStore(JoinedStore):
         if key in self._states:
             with Shield(up=True):
                 self._drop(key)
-        number, nbytes = key, 0
+        nbytes = 0
         for array in arrays:
             nbytes += array.nbytes
-        if self._moves and any(key == each.number for each in self._moves):
-            number = next(self._others)
         # Known before it is put: where Ctrl-C comes in between it is lost.
-        state = self._states[key] = State(key, number, nbytes)
+        state = self._states[key] = State(key, next(self._numbers), nbytes)
         try:
             accepted = self._placed(state, arrays, block)
         except BaseException:

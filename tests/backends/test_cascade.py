@@ -206,6 +206,29 @@ def test_moves_end_in_the_order_in_which_they_began(monkeypatch: pytest.MonkeyPa
     store.close()
 
 
+def test_keys_of_any_number_are_kept_apart_from_those_of_states_that_move() -> None:
+    """A cascade inside of another is given numbers as keys, and gave such numbers itself."""
+    store = CascadeStore(MemoryStore(3 * EXTENT, buffer_bytes=0), MemoryStore(buffer_bytes=0))
+    store.open(LAYOUT)
+    known = {key: key for key in (-1, -2, *range(6))}
+    for key in known:
+        assert store.put(key, state(key), block=True)
+    moving = [each.key for each in store._moves]
+    while not moving:
+        key = len(known)
+        known[key] = key
+        assert store.put(key, state(key), block=True)
+        moving = [each.key for each in store._moves]
+    for key in moving:
+        known[key] = 500 + key
+        assert store.put(key, state(500 + key), block=True)
+    for key, value in known.items():
+        assert store.get(key)[0].tobytes() == state(value)[0].tobytes(), key
+    numbers = [each.number for each in store._states.values()]
+    assert len({*numbers}) == len(numbers)
+    store.close()
+
+
 def test_capacity_is_the_sum_to_the_extent() -> None:
     lower = Told()
     # Each has half an extent to spare: together they have room for no other.
