@@ -11,12 +11,12 @@ import itertools
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
-from inspect import Signature, signature
-from typing import Any
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -212,25 +212,6 @@ class Used:
         self.chains = [*(c for c in self.chains if c is not chain), chain]
 
 
-class _Signed(partial[object]):
-    """A bound `forward` with the model's signature, by which trainers choose what they pass."""
-
-    @property
-    def __signature__(self) -> Signature:
-        model = vars(self.args[0])["_multistage_model"]
-        return signature(model.forward if isinstance(model, nn.Module) else model)
-
-
-class _Forward:
-    """The `forward` of a class, bound as `_Signed`."""
-
-    def __init__(self, function: Callable[..., object]) -> None:
-        self._function = function
-
-    def __get__(self, module: object, owner: type) -> Callable[..., object]:
-        return self._function if module is None else _Signed(self._function, module)
-
-
 class Compiled(InFront):
     """A model that trains within a memory limit: what `compile` returns.
 
@@ -248,6 +229,23 @@ class Compiled(InFront):
         That autograd holds for code between graphs, where `allow_breaks` permits any.
     """
 
+    def __new__(cls, model: Callable[..., object], *_: object) -> Self:
+        """Return one of a class of its own, whose `forward` has the model's signature.
+
+        By that trainers choose what they pass.
+        """
+
+        @wraps(cls.forward)
+        def forward(self: Compiled, *args: object, **kwargs: object) -> object:
+            return cls.forward(self, *args, **kwargs)
+
+        with suppress(ValueError):  # not every builtin function has one
+            of_model = signature(model.forward if isinstance(model, nn.Module) else model)
+            first = Parameter("_self", Parameter.POSITIONAL_ONLY)
+            given = [first, *of_model.parameters.values()]
+            vars(forward)["__signature__"] = of_model.replace(parameters=given)
+        return super().__new__(type(cls.__name__, (cls,), {"forward": forward}))
+
     def __init__(
         self, model: Callable[..., object], settings: Settings, dynamic: bool, breaks: bool
     ) -> None:
@@ -263,7 +261,6 @@ class Compiled(InFront):
         )
         vars(self)["_multistage_outside"] = _Outside(used) if breaks else None
 
-    @_Forward
     def forward(self, *args: object, **kwargs: object) -> object:
         """Return what the model returns."""
         from torch._dynamo import exc

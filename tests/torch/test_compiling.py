@@ -1314,9 +1314,11 @@ def test_trainers_see_the_arguments_of_the_model() -> None:
         return torch.tanh(x) * factor
 
     model = Net()
-    found = inspect.signature(mst.compile(model, memory=0.6).forward)
-    assert found == inspect.signature(model.forward)
-    assert list(found.parameters) == ["x"]
+    ours = mst.compile(model, memory=0.6)
+    assert inspect.signature(ours.forward) == inspect.signature(model.forward)
+    assert list(inspect.signature(type(ours).forward).parameters)[1:] == ["x"]
+    assert isinstance(ours, mst.Compiled) and inspect.ismethod(ours.forward)
+    assert inspect.signature(mst.compile(torch.tanh, memory="1 MiB").forward)  # it has none itself
     compiled = mst.compile(scaled, memory="1 MiB")
     assert list(inspect.signature(compiled.forward).parameters) == ["x", "factor"]
     assert torch.equal(compiled(torch.ones(3), factor=3.0), scaled(torch.ones(3), factor=3.0))
