@@ -153,6 +153,80 @@ def test_a_cell_at_the_address_of_one_that_is_gone_is_looked_at_whole() -> None:
     assert [graphed(other) for _ in range(4)] == [True, True, False, False]
 
 
+class Memory:
+    """What a cell remembers, where no one looks; nothing refers to it weakly."""
+
+    __slots__ = ("row",)
+
+    def __init__(self) -> None:
+        self.row: Tensor | None = None
+
+
+def remembering(memory: Memory, h: Tensor, x: Tensor) -> Tensor:
+    if x[1] > 50 and memory.row is not None:
+        h = h + 0.3 * memory.row
+    h = torch.tanh(0.9 * h + 0.01 * x)
+    if x[0] > 50:
+        memory.row = h
+    return h
+
+
+def in_default(memory: Memory) -> Callable[..., Tensor]:
+    def cell(h: Tensor, x: Tensor, memory: Memory = memory) -> Tensor:
+        return remembering(memory, h, x)
+
+    return cell
+
+
+def in_keyword(memory: Memory) -> Callable[..., Tensor]:
+    def cell(h: Tensor, x: Tensor, *, memory: Memory = memory) -> Tensor:
+        return remembering(memory, h, x)
+
+    return cell
+
+
+def named(h: Tensor, x: Tensor, memory: Memory) -> Tensor:
+    return remembering(memory, h, x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        in_default,
+        in_keyword,
+        lambda memory: lambda h, x: remembering(memory, h, x),
+        lambda memory: lambda h, x: remembering((1, memory)[1], h, x),
+        lambda memory: functools.partial(remembering, memory),
+        lambda memory: functools.partial(named, memory=memory),
+        lambda memory: functools.partial(in_default(memory)),
+    ],
+)
+def test_every_new_cell_is_looked_at_whole(make: Callable[[Memory], Any]) -> None:
+    """Of cells of one code that remember something seldom, the third was not."""
+    x = torch.randn(STEPS, 4)
+    x[30, 0] = x[31, 1] = 99
+    for _ in range(6):
+        h = torch.ones(4, requires_grad=True)
+        with pytest.raises((StateError, ArgumentError)):
+            out = mst.unroll(
+                make(Memory()), h, x, planner="recompute", chunk=1, memory="64 KiB", outputs=None
+            )
+            torch.autograd.grad(out.state.sum(), h)
+
+
+def test_cells_that_refer_to_what_was_there_before_are_not_new() -> None:
+    inner, sizes = nn.GRUCell(4, 4), {"heads": 2, "act": "tanh", "layers": [1, 2]}
+
+    def graphed() -> bool:
+        def cell(h: Tensor, x: Tensor, sizes: Any = sizes) -> Tensor:
+            return inner(x, h)  # type: ignore[no-any-return]
+
+        looks = KNOWN.looks(Cells([cell]), 100)
+        return all(map(looks.graphed, range(100)))
+
+    assert [graphed() for _ in range(4)] == [True, True, False, False]
+
+
 def test_writes_to_what_is_kept_elsewhere_are_seen() -> None:
     kept, row = torch.zeros(3), torch.randn(2, 3)
     watch = Watch([row])

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -155,10 +156,51 @@ def by_keyword(window: int) -> Callable[..., Tensor]:
     return cell
 
 
+def by_inner_default(window: int) -> Callable[..., Tensor]:
+    inner = by_default(window)
+    return lambda h, x: inner(h, x)
+
+
+class Configured:
+    """What it takes is decided where no walk looks."""
+
+    __slots__ = ("window",)
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+
+    def __call__(self, h: Tensor, x: Tensor) -> Tensor:
+        return averaged(self.window, h, x)
+
+
+def averaging_by(function: Callable[..., object]) -> Callable[[int], nn.Module]:
+    """Return what makes a module with an attribute that tells the window."""
+
+    class By(nn.Module):
+        def __init__(self, window: int) -> None:
+            super().__init__()
+            self.told = function(window)
+
+        def forward(self, h: Tensor, x: Tensor) -> Tensor:
+            told: Any = self.told
+            if isinstance(told, dict | list):
+                return averaged(100 if "wide" in told else 4, h, x)
+            return averaged(told() if callable(told) else len(told), h, x)
+
+    return By
+
+
 @pytest.mark.parametrize(
     "make",
     [
         Averaging,
+        lambda window: Averaging(np.int64(window)),
+        Configured,
+        by_inner_default,
+        averaging_by(lambda window: torch.zeros(window, 1)),
+        averaging_by(lambda window: (lambda: 100) if window > 4 else (lambda: window)),
+        averaging_by(lambda window: {"wide" if window > 4 else "narrow": 1}),
+        averaging_by(lambda window: ["wide" if window > 4 else "narrow"]),
         lambda window: Averaging((window,)),
         lambda window: Averaging(Config(window)),
         of_closure,
@@ -186,6 +228,35 @@ def test_a_number_that_decides_what_a_step_takes_beside_its_graph(make: Any, une
         planned(100)
     assert planned(4) is plan
     assert planned(3) is plan or unequal
+
+
+@pytest.mark.parametrize(("first", "second"), [(-1, -2), (1, 1.0), (1, True), ("1", b"1")])
+def test_what_is_equal_or_has_one_hash_may_decide_differently(first: Any, second: Any) -> None:
+    """Numbers in place, too: the module is the one that was seen before."""
+    cell, h, x = Averaging(4), torch.zeros(256, requires_grad=True), torch.randn(64, 256)
+    decide = lambda told: 4 if (told, type(told)) == (first, type(first)) else 100  # noqa: E731
+    cell.window = first
+    cell.forward = lambda h, x: averaged(decide(cell.window), h, x)  # type: ignore[method-assign]
+    options = {"memory": "60 KiB", "planner": "recompute"}
+    mst.unroll(cell, h, x, **options)  # type: ignore[arg-type]
+    cell.window = second
+    with pytest.raises(BudgetError, match="smallest limit that works"):
+        mst.unroll(cell, h, x, **options)  # type: ignore[arg-type]
+
+
+def test_inputs_are_part_of_what_a_step_takes() -> None:
+    h, x = torch.zeros(256, requires_grad=True), torch.randn(64, 256)
+
+    def run(window: int) -> None:
+        def at(t: int, window: int = window) -> Tensor:
+            return x[t].repeat(window, 1).mean(0)
+
+        given: Any = {"n_steps": 64, "memory": "100 KiB", "planner": "recompute"}
+        mst.unroll(lambda h, x: torch.tanh(h) + x, h, at, **given)
+
+    run(4)
+    with pytest.raises(BudgetError, match="smallest limit that works"):
+        run(400)
 
 
 def test_numbers_that_change_all_the_time_do_not_make_plans_anew(measurements: list[int]) -> None:

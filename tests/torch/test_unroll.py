@@ -317,6 +317,24 @@ def test_fused_modules_are_called_on_chunks(kind: Any, memory: float) -> None:
     assert_alike(*found)
 
 
+def test_every_fused_cell_is_compared_with_its_steps() -> None:
+    """Where one of its code was equal, the next was not looked at."""
+
+    def made(across: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+        def scan(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            ys = torch.cumsum(x - x.mean(0) if across else x, 0) + h
+            return ys[-1], ys
+
+        return scan
+
+    x, h = torch.randn(64, BATCH, WIDTH), torch.zeros(BATCH, WIDTH, requires_grad=True)
+    given: Any = {"memory": "64 KiB", "fused": True, "planner": "recompute"}
+    for _ in range(2):
+        mst.unroll(made(False), h, x, **given)
+    with pytest.raises(StateError, match="all steps does"):
+        mst.unroll(made(True), h, x, **given)
+
+
 def test_a_fused_function_of_several_steps() -> None:
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
 

@@ -34,6 +34,10 @@ LEAVES = (
 )
 
 
+# Of these exact types, what is equal is the same.
+PLAIN = frozenset({*LEAVES} - {Tensor, Absent})
+
+
 class Variables:
     """Variables as entries: of a closure, of a namespace, of a class."""
 

@@ -20,7 +20,7 @@ import copy
 import functools
 import itertools
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from operator import is_
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
@@ -32,7 +32,18 @@ from torch.nn.parameter import is_lazy
 from ...errors import ArgumentError
 from ...states.naming import is_foreign, names_in
 from ..tensors.checksums import Memory
-from .places import ABSENT, LEAVES, Held, Place, Variables, are_alike, replacing, values_of, watched
+from .places import (
+    ABSENT,
+    LEAVES,
+    PLAIN,
+    Held,
+    Place,
+    Variables,
+    are_alike,
+    replacing,
+    values_of,
+    watched,
+)
 from .randomness import Own, is_generator
 
 Buffers: TypeAlias = Sequence[tuple[nn.Module, str]]
@@ -125,9 +136,10 @@ class Found:
             self._devices = frozenset(t.device for t in self.tensors)
         return self._devices
 
-    def values(self, *beside: object) -> tuple[object, ...]:
-        """Return numbers and texts that it holds, and some others; of short tuples the items."""
-        return tuple(_values_among((*self._flat, *beside)))
+    def described(self) -> tuple[object, ...]:
+        """Return what numbers and texts it holds, what shapes tensors have, and which others."""
+        each = [(*(held if isinstance(held, dict) else ()), *values_of(held)) for held in self.held]
+        return tuple([tuple(map(_told, values)) for values in each])
 
     def by_name(self) -> dict[str, Tensor]:
         """Return parameters and buffers of a module that is alone, by name."""
@@ -246,12 +258,17 @@ def buffers_among(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Te
     ]
 
 
-def _values_among(held: Iterable[object]) -> Iterator[object]:
-    for each in held:
-        if isinstance(each, tuple) and len(each) <= _MOST_PLACES:
-            yield from _values_among(each)
-        elif isinstance(each, LEAVES) and not isinstance(each, Tensor):
-            yield each
+def _told(value: object, depth: int = 0) -> object:
+    """Return what tells a value from others that replace it."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if type(value) in PLAIN:
+        return type(value), value
+    if isinstance(value, tuple | FunctionType) and depth < _DEPTH:
+        inner = value if isinstance(value, tuple) else value.__defaults__ or ()
+        head = type(value) if isinstance(value, tuple) else value.__code__
+        return head, *(_told(each, depth + 1) for each in inner[:_MOST_PLACES])
+    return id(value)
 
 
 def _tensors_among(

@@ -84,6 +84,7 @@ class Cells:
         # Those that differ.
         self.each = tuple([Cell(one, fused, inputs) for one in distinct.values()])
         self.fused = self.each[0].fused
+        self.callables = [*(one.given for one in self.each), inputs]
         alike = self._at is None
         self.scope = self.each[0].scope if alike else Scope([*distinct.values(), inputs])
         names = list(dict.fromkeys(one.name.removeprefix("cell ") for one in self.each))

@@ -41,9 +41,8 @@ def planned(
     Steps of a kind are measured and checked once, equal ones for sequences of about any
     length: the same module type and parameters, or the same code, and a graph of about the
     same weight.  Part of the weight is what a step takes at most: it is run to see where the
-    numbers and texts that its cell refers to are new.  Where no limit is given, a plan is made
-    again from those measurements when it no longer fits what is free, or more than twice as much
-    is.
+    cell, or what it refers to, is new.  Where no limit is given, a plan is made again from those
+    measurements when it no longer fits what is free, or more than twice as much is.
 
     Raises
     ------
@@ -72,8 +71,12 @@ def planned(
     key, weight = (settings.tiers, kinds, order), facts.kinds[-1].weight
     known = KNOWN.get(Known, key)
     free = free_bytes(given.device) if settings.memory is None else None
+    # Nothing but the check compares what a fused cell does in chunks and at once.
+    fused = [each.scope.look().described() for each in given.cells.each if given.cells.fused]
     if known is not None and known.holds(weight, free):
-        return known
+        again = kinds, known.plan.plan is not None, *fused
+        if not fused or KNOWN.knows(given.cells, again):
+            return known
     budget = settings.memory or Budget(bytes=free)
     costs: list[Cost] = []
     steps: Steps | None = None
@@ -96,10 +99,12 @@ def planned(
         found = Unequal(given, steps, store)
     memory = budget.bytes_of(lambda: found.keep_bytes)
     plan = choose(found, memory)
-    again = kinds, plan.plan is not None
-    checked = KNOWN.get(Checked, again)
-    if fresh or checked is None:
-        checked = KNOWN.put(again, check(plan, steps))
+    again = kinds, plan.plan is not None, *fused
+    if fused:
+        checked = KNOWN.of_cells(given.cells, again, lambda: check(plan, steps), anew=fresh)
+    else:
+        found_out = None if fresh else KNOWN.get(Checked, again)
+        checked = found_out or KNOWN.put(again, check(plan, steps))
     counted = () if facts.equal else _counted(costs, facts)
     by_values = settings.costs is not None or any(cost.by_values for cost in costs)
     plan = replace(plan, kinds=counted, checked=checked, by_values=by_values)
@@ -117,11 +122,10 @@ def _counted(costs: Sequence[Cost], facts: Facts) -> tuple[tuple[Stage, int], ..
 
 def _weighed(given: Computation, kind: StepKind, survey: Survey) -> StepKind:
     """Return a kind whose weight tells what a step takes at most, with a graph and back, too."""
-    cell = given.cells.each[kind.cell]
-    fixed: list[object] = [getattr(cell.given, name, ()) for name in ("args", "__defaults__")]
-    fixed += (getattr(cell.given, "__kwdefaults__", None) or {}).values()
-    key = _key(given, kind, survey), hash(cell.scope.look().values(*fixed))
-    most = KNOWN.got(int, key, lambda: peak_of(given, kind, survey.state_before(kind)))
+    what = _key(given, kind, survey), given.cells.each[kind.cell].scope.look().described()
+    most = KNOWN.of_cells(
+        given.cells, what, lambda: peak_of(given, kind, survey.state_before(kind)), anew=False
+    )
     return replace(kind, weight=(*kind.weight, most))
 
 

@@ -6,16 +6,16 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
 from ...model.stages import Stage
 from ...model.tier import Tier
-from ..environment.places import inside
+from ..environment.places import PLAIN, inside
 from .cells import Cell, Cells
 from .samples import Samples as Looks
 from .unroll_plan import UnrollPlan
@@ -59,9 +59,11 @@ class Remembered:
     - Known, by what tiers were given as, the kinds of steps and their order: plans;
     - Checked, by the kinds of steps, and whether steps run again;
     - Tier, by what tiers were given as, and what moves: how fast they are;
-    - int, by kind and the numbers that a cell refers to: bytes that a step takes at most; by what
-      tiers were given as: after how many sequences those that were late are measured again;
-    - tuple, by the addresses of cells' objects: how many sequences there were, and the objects.
+    - int, by what tiers were given as: after how many sequences those that were late are measured
+      again;
+    - tuple, by what tells cells apart, with the objects among it: how many sequences there were;
+      by kind and what the cell refers to, the bytes that a step takes at most; `Checked`, of
+      fused cells.
     """
 
     def __init__(self) -> None:
@@ -91,15 +93,42 @@ class Remembered:
         known = self.get(kind, key)
         return self.put(key, find()) if known is None else known
 
+    def of_cells(self, cells: Cells, what: object, find: Callable[[], _V], *, anew: bool) -> _V:
+        """Return what is known of these very cells, or else find it; always, if it is `anew`."""
+        key, found, objects = self._of(cells, what)
+        if found is None or anew:
+            found = find()
+            self.put(key, (found, objects))
+        value: Any = found
+        return cast(_V, value)
+
+    def knows(self, cells: Cells, what: object) -> bool:
+        """Whether something is known of these very cells."""
+        return self._of(cells, what)[1] is not None
+
     def looks(self, cells: Cells, chunks: int) -> Looks:
         """Return the chunks of the next sequence of some cells that are looked at more closely."""
-        objects = [each for one in cells.each for each in _objects_of(one.given)]
-        kind = "sequences", tuple(map(id, objects))
-        number, those = self.get(tuple, kind) or (0, ())
-        if any(each() is None for each in those):  # others have had these addresses
-            number = 0
-        self.put(kind, (number + 1, _weakly(objects)))
+        key, number, objects = self._of(cells, "sequences")
+        number = number if isinstance(number, int) else 0
+        self.put(key, (number + 1, objects))
         return Looks(number, chunks, watch=not cells.is_compiled())
+
+    def _of(
+        self, cells: Cells, what: object
+    ) -> tuple[object, object, tuple[weakref.ref[object], ...]]:
+        """Return a key, and what is known by it if nothing can be other than it was.
+
+        Others may have the addresses of objects that are gone; what cannot be referred to weakly
+        may be another each time.
+        """
+        parts = [part for each in cells.callables for part in _parts_of(each, set())]
+        objects = [part for part in parts if type(part) not in PLAIN]
+        key = what, tuple([(type(p), p) if type(p) in PLAIN else id(p) for p in parts])
+        found, those = self.get(tuple, key) or (None, ())
+        referred = tuple([weakref.ref(o) for o in objects if type(o).__weakrefoffset__])
+        if len(referred) < len(objects) or any(each() is None for each in those):
+            found = None
+        return key, found, referred
 
     def was_late(self, tiers: object, plan: UnrollPlan, key: object, rates: Tier) -> None:
         """Plan the next sequences for a tier as slow as it was, until it is measured again."""
@@ -141,19 +170,35 @@ def identity(cell: Cell) -> object:
     return getattr(function, "__code__", type(function))
 
 
-def _objects_of(given: object) -> list[object]:
-    """Return what distinguishes cells by what they refer to; a function may be made each time."""
+def _parts_of(given: object, seen: set[int]) -> Iterator[object]:
+    """Yield what tells a cell from others; a function may be made each time.
+
+    A container is as its items are, but one that is empty or holds None, which may be a memory.
+    """
+    if isinstance(given, Tensor) or (id(given) in seen and not isinstance(given, FunctionType)):
+        return
+    inner: Iterable[object] = ()
     match given:
+        case FunctionType() if id(given) in seen or given.__dict__:
+            yield given  # its attributes may be a memory
         case FunctionType():
-            return [given.__code__, *(inside(each) for each in given.__closure__ or ())]
+            yield given.__code__
+            defaults = *(given.__defaults__ or ()), *(given.__kwdefaults__ or {}).values()
+            inner = *map(inside, given.__closure__ or ()), *defaults
         case MethodType():
-            return [given.__self__, *_objects_of(given.__func__)]
+            inner = given.__self__, given.__func__
         case functools.partial():
-            return [*_objects_of(given.func), *given.args]
-    return [given]
-
-
-def _weakly(objects: Sequence[object]) -> tuple[weakref.ref[object], ...]:
-    """Refer to objects, but tensors, which may be made each time, and what allows no reference."""
-    referred = [o for o in objects if type(o).__weakrefoffset__ and not isinstance(o, Tensor)]
-    return tuple(map(weakref.ref, referred))
+            inner = given.func, *given.args, *given.keywords.values()
+        case tuple() | frozenset():
+            inner = given
+        case list() if given and not any(x is None or isinstance(x, Tensor) for x in given):
+            inner = given
+        case dict() if given and not any(
+            x is None or isinstance(x, Tensor) for x in given.values()
+        ):
+            inner = *given, *given.values()
+        case _:
+            yield given
+    seen.add(id(given))
+    for each in inner:
+        yield from _parts_of(each, seen)
