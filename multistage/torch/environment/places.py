@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import is_
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +19,7 @@ Held: TypeAlias = dict[Hashable, object] | list[object]  # by key, or in order
 
 
 _MOST_ENTRIES = 64  # of a dict whose contents are watched, or of a list that is watched whole
+_DEEP = 8  # tuples in tuples that are told apart by what they hold
 _MOST_ITEMS = 1024  # of a set or deque
 _MOST_BYTES = 1 << 16  # of an array
 
@@ -238,3 +239,22 @@ def replacing(held: Held, other: Callable[[object], object]) -> Held:
     if isinstance(held, dict):
         return {key: other(value) for key, value in held.items()}
     return [other(value) for value in held]
+
+
+def described(every: Iterable[Held]) -> tuple[object, ...]:
+    """Return what numbers and texts places held, what shapes tensors have, and which others."""
+    each = [(*(held if isinstance(held, dict) else ()), *values_of(held)) for held in every]
+    return tuple([tuple(map(_told, values)) for values in each])
+
+
+def _told(value: object, depth: int = 0) -> object:
+    """Return what tells a value from others that replace it."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if type(value) in PLAIN:
+        return type(value), value
+    if isinstance(value, tuple | FunctionType) and depth < _DEEP:
+        inner = value if isinstance(value, tuple) else value.__defaults__ or ()
+        head = type(value) if isinstance(value, tuple) else value.__code__
+        return head, *(_told(each, depth + 1) for each in inner[:_MOST_ENTRIES])
+    return id(value)

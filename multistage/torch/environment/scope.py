@@ -32,18 +32,7 @@ from torch.nn.parameter import is_lazy
 from ...errors import ArgumentError
 from ...states.naming import is_foreign, names_in
 from ..tensors.checksums import Memory
-from .places import (
-    ABSENT,
-    LEAVES,
-    PLAIN,
-    Held,
-    Place,
-    Variables,
-    are_alike,
-    replacing,
-    values_of,
-    watched,
-)
+from .places import ABSENT, LEAVES, Held, Place, Variables, are_alike, replacing, values_of, watched
 from .randomness import Own, is_generator
 
 Buffers: TypeAlias = Sequence[tuple[nn.Module, str]]
@@ -135,11 +124,6 @@ class Found:
         if self._devices is None:
             self._devices = frozenset(t.device for t in self.tensors)
         return self._devices
-
-    def described(self) -> tuple[object, ...]:
-        """Return what numbers and texts it holds, what shapes tensors have, and which others."""
-        each = [(*(held if isinstance(held, dict) else ()), *values_of(held)) for held in self.held]
-        return tuple([tuple(map(_told, values)) for values in each])
 
     def by_name(self) -> dict[str, Tensor]:
         """Return parameters and buffers of a module that is alone, by name."""
@@ -256,19 +240,6 @@ def buffers_among(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Te
         for key, buffer in module._buffers.items()
         if buffer is not None
     ]
-
-
-def _told(value: object, depth: int = 0) -> object:
-    """Return what tells a value from others that replace it."""
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype
-    if type(value) in PLAIN:
-        return type(value), value
-    if isinstance(value, tuple | FunctionType) and depth < _DEPTH:
-        inner = value if isinstance(value, tuple) else value.__defaults__ or ()
-        head = type(value) if isinstance(value, tuple) else value.__code__
-        return head, *(_told(each, depth + 1) for each in inner[:_MOST_PLACES])
-    return id(value)
 
 
 def _tensors_among(

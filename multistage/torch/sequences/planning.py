@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ...errors import ArgumentError, BudgetError, StoreError
 from ...model.budget import Budget
 from ...model.stages import Stage, StageCosts
 from ...model.tier import Tier
+from ..environment.places import described
 from ..measurement.checking import Checked
 from ..tensors.meter import free_bytes
 from ..tensors.states import TensorLayout, kind_of
@@ -72,43 +74,56 @@ def planned(
     known = KNOWN.get(Known, key)
     free = free_bytes(given.device) if settings.memory is None else None
     # Nothing but the check compares what a fused cell does in chunks and at once.
-    fused = [each.scope.look().described() for each in given.cells.each if given.cells.fused]
-    if known is not None and known.holds(weight, free):
-        again = kinds, known.plan.plan is not None, *fused
-        if not fused or KNOWN.knows(given.cells, again):
-            return known
+    fused = [described(each.scope.look().held) for each in given.cells.each if given.cells.fused]
+    if (
+        known is not None
+        and known.holds(weight, free)
+        and not (fused and KNOWN.differ(given.cells, (kinds, known.plan.plan is not None, *fused)))
+    ):
+        return known
     budget = settings.memory or Budget(bytes=free)
-    costs: list[Cost] = []
-    steps: Steps | None = None
-    fresh = False
-    found: Equal | Unequal
-    if facts.equal:
-        costs, fresh = _samples(given, leaves, kinds, budget)
-        found = Equal(given, costs, layout, store)
-        if store is not None:
-            state = [*(t.detach() for t in leaves), *given.around.now()]
-            rates = settings.tiers, given.device, "states", layout.nbytes
-            found.tier = KNOWN.got(Tier, rates, lambda: tier_of(store, layout, state))
-            if settings.offloads and costs[-1].saved is not None:
-                found.page = _page_tier(store, given.device, settings)
-    else:
-        if settings.costs is None:
-            steps, costs = _steps_of(given, survey, leaves)
-        else:
-            steps = _steps_by(settings.costs, facts, n)
-        found = Unequal(given, steps, store)
+    found, costs, steps, fresh = _ways_of(given, survey, leaves, layout, store, kinds, budget)
     memory = budget.bytes_of(lambda: found.keep_bytes)
     plan = choose(found, memory)
-    again = kinds, plan.plan is not None, *fused
+    again, run = (kinds, plan.plan is not None, *fused), partial(check, plan, steps)
+    checked = None if fresh else KNOWN.get(Checked, again)
     if fused:
-        checked = KNOWN.of_cells(given.cells, again, lambda: check(plan, steps), anew=fresh)
-    else:
-        found_out = None if fresh else KNOWN.get(Checked, again)
-        checked = found_out or KNOWN.put(again, check(plan, steps))
+        checked = KNOWN.of_cells(given.cells, again, run, anew=fresh)
+    elif checked is None:
+        checked = KNOWN.put(again, run())
     counted = () if facts.equal else _counted(costs, facts)
     by_values = settings.costs is not None or any(cost.by_values for cost in costs)
     plan = replace(plan, kinds=counted, checked=checked, by_values=by_values)
     return KNOWN.put(key, Known(plan, weight))
+
+
+def _ways_of(
+    given: Computation,
+    survey: Survey,
+    leaves: Sequence[Tensor],
+    layout: TensorLayout,
+    store: Store | None,
+    kinds: object,
+    budget: Budget,
+) -> tuple[Equal | Unequal, list[Cost], Steps | None, bool]:
+    """Return the ways to run a sequence, what they were found by, and whether that is new."""
+    facts, settings, steps = given.facts, given.settings, None
+    costs: list[Cost] = []
+    if not facts.equal:
+        if settings.costs is None:
+            steps, costs = _steps_of(given, survey, leaves)
+        else:
+            steps = _steps_by(settings.costs, facts, given.inputs.steps)
+        return Unequal(given, steps, store), costs, steps, False
+    costs, fresh = _samples(given, leaves, kinds, budget)
+    found = Equal(given, costs, layout, store)
+    if store is not None:
+        state = [*(t.detach() for t in leaves), *given.around.now()]
+        rates = settings.tiers, given.device, "states", layout.nbytes
+        found.tier = KNOWN.got(Tier, rates, lambda: tier_of(store, layout, state))
+        if settings.offloads and costs[-1].saved is not None:
+            found.page = _page_tier(store, given.device, settings)
+    return found, costs, None, fresh
 
 
 def _counted(costs: Sequence[Cost], facts: Facts) -> tuple[tuple[Stage, int], ...]:
@@ -122,7 +137,7 @@ def _counted(costs: Sequence[Cost], facts: Facts) -> tuple[tuple[Stage, int], ..
 
 def _weighed(given: Computation, kind: StepKind, survey: Survey) -> StepKind:
     """Return a kind whose weight tells what a step takes at most, with a graph and back, too."""
-    what = _key(given, kind, survey), given.cells.each[kind.cell].scope.look().described()
+    what = _key(given, kind, survey), described(given.cells.each[kind.cell].scope.look().held)
     most = KNOWN.of_cells(
         given.cells, what, lambda: peak_of(given, kind, survey.state_before(kind)), anew=False
     )

@@ -102,9 +102,9 @@ class Remembered:
         value: Any = found
         return cast(_V, value)
 
-    def knows(self, cells: Cells, what: object) -> bool:
-        """Whether something is known of these very cells."""
-        return self._of(cells, what)[1] is not None
+    def differ(self, cells: Cells, what: object) -> bool:
+        """Whether nothing is known of these very cells."""
+        return self._of(cells, what)[1] is None
 
     def looks(self, cells: Cells, chunks: int) -> Looks:
         """Return the chunks of the next sequence of some cells that are looked at more closely."""
