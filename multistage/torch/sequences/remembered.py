@@ -6,7 +6,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, TypeVar, cast
@@ -173,7 +173,7 @@ def identity(cell: Cell) -> object:
 def _parts_of(given: object, seen: set[int]) -> Iterator[object]:
     """Yield what tells a cell from others; a function may be made each time.
 
-    A container is as its items are, but one that is empty or holds None, which may be a memory.
+    A container is as its items are, unless it may be a memory.
     """
     if isinstance(given, Tensor) or (id(given) in seen and not isinstance(given, FunctionType)):
         return
@@ -191,14 +191,20 @@ def _parts_of(given: object, seen: set[int]) -> Iterator[object]:
             inner = given.func, *given.args, *given.keywords.values()
         case tuple() | frozenset():
             inner = given
-        case list() if given and not any(x is None or isinstance(x, Tensor) for x in given):
+        case list() if _is_full(given):
             inner = given
-        case dict() if given and not any(
-            x is None or isinstance(x, Tensor) for x in given.values()
-        ):
+        case dict() if _is_full(given.values()):
             inner = *given, *given.values()
         case _:
             yield given
     seen.add(id(given))
     for each in inner:
         yield from _parts_of(each, seen)
+
+
+def _is_full(items: Collection[object]) -> bool:
+    """Whether nothing among some items seems to be there for a cell to remember in."""
+    return bool(items) and all(
+        x is not None and (not isinstance(x, Tensor) or (x.is_leaf and x.requires_grad))
+        for x in items
+    )
