@@ -160,13 +160,13 @@ BARS = {
     "public_any": 0,
     "isinstance_of_stores": 0,
     "getattr_of_stores": 0,
-    "package_lines": 61_884,
+    "package_lines": 61_893,
     "classes": 476,
     "functions": 3940,
     "files_under_60": 3,
     "import_lines": 3553,
     "twins": 0,
-    "test_lines": 59_211,
+    "test_lines": 59_216,
 }
 
 

@@ -239,7 +239,7 @@ class Compiled(InFront):
         def forward(self: Compiled, *args: object, **kwargs: object) -> object:
             return cls.forward(self, *args, **kwargs)
 
-        with suppress(ValueError):  # not every builtin function has one
+        with suppress(TypeError, ValueError):  # not every callable has one
             of_model = signature(model.forward if isinstance(model, nn.Module) else model)
             first = Parameter("_self", Parameter.POSITIONAL_ONLY)
             given = [first, *of_model.parameters.values()]

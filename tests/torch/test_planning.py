@@ -156,6 +156,10 @@ def by_keyword(window: int) -> Callable[..., Tensor]:
     return cell
 
 
+def repeated(one: int, other: int, window: int, h: Tensor, x: Tensor) -> Tensor:
+    return averaged(window, h, x)
+
+
 def by_inner_default(window: int) -> Callable[..., Tensor]:
     inner = by_default(window)
     return lambda h, x: inner(h, x)
@@ -197,6 +201,7 @@ def averaging_by(function: Callable[..., object]) -> Callable[[int], nn.Module]:
         lambda window: Averaging(np.int64(window)),
         Configured,
         by_inner_default,
+        lambda window: functools.partial(repeated, 4, 100, window),
         averaging_by(lambda window: torch.zeros(window, 1)),
         averaging_by(lambda window: (lambda: 100) if window > 4 else (lambda: window)),
         averaging_by(lambda window: {"wide" if window > 4 else "narrow": 1}),

@@ -257,4 +257,6 @@ def _told(value: object, depth: int = 0) -> object:
         inner = value if isinstance(value, tuple) else value.__defaults__ or ()
         head = type(value) if isinstance(value, tuple) else value.__code__
         return head, *(_told(each, depth + 1) for each in inner[:_MOST_ENTRIES])
-    return id(value)
+    if isinstance(value, np.generic):
+        return type(value), value.tobytes()
+    return type(value), id(value)

@@ -75,12 +75,10 @@ def planned(
     free = free_bytes(given.device) if settings.memory is None else None
     # Nothing but the check compares what a fused cell does in chunks and at once.
     fused = [described(each.scope.look().held) for each in given.cells.each if given.cells.fused]
-    if (
-        known is not None
-        and known.holds(weight, free)
-        and not (fused and KNOWN.differ(given.cells, (kinds, known.plan.plan is not None, *fused)))
-    ):
-        return known
+    if known is not None and known.holds(weight, free):
+        again = kinds, known.plan.plan is not None, *fused
+        if not (fused and KNOWN.differ(given.cells.callables, again)):
+            return known
     budget = settings.memory or Budget(bytes=free)
     found, costs, steps, fresh = _ways_of(given, survey, leaves, layout, store, kinds, budget)
     memory = budget.bytes_of(lambda: found.keep_bytes)
@@ -88,7 +86,7 @@ def planned(
     again, run = (kinds, plan.plan is not None, *fused), partial(check, plan, steps)
     checked = None if fresh else KNOWN.get(Checked, again)
     if fused:
-        checked = KNOWN.of_cells(given.cells, again, run, anew=fresh)
+        checked = KNOWN.of_cells(given.cells.callables, again, run, anew=fresh)
     elif checked is None:
         checked = KNOWN.put(again, run())
     counted = () if facts.equal else _counted(costs, facts)
@@ -137,9 +135,13 @@ def _counted(costs: Sequence[Cost], facts: Facts) -> tuple[tuple[Stage, int], ..
 
 def _weighed(given: Computation, kind: StepKind, survey: Survey) -> StepKind:
     """Return a kind whose weight tells what a step takes at most, with a graph and back, too."""
-    what = _key(given, kind, survey), described(given.cells.each[kind.cell].scope.look().held)
+    cell, inputs = given.cells.each[kind.cell], given.cells.callables[-1]
+    what = _key(given, kind, survey), described(cell.scope.look().held)
     most = KNOWN.of_cells(
-        given.cells, what, lambda: peak_of(given, kind, survey.state_before(kind)), anew=False
+        [cell.given, inputs],
+        what,
+        lambda: peak_of(given, kind, survey.state_before(kind)),
+        anew=False,
     )
     return replace(kind, weight=(*kind.weight, most))
 

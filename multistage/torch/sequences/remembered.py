@@ -6,7 +6,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, TypeVar, cast
@@ -93,7 +93,9 @@ class Remembered:
         known = self.get(kind, key)
         return self.put(key, find()) if known is None else known
 
-    def of_cells(self, cells: Cells, what: object, find: Callable[[], _V], *, anew: bool) -> _V:
+    def of_cells(
+        self, cells: Sequence[object], what: object, find: Callable[[], _V], *, anew: bool
+    ) -> _V:
         """Return what is known of these very cells, or else find it; always, if it is `anew`."""
         key, found, objects = self._of(cells, what)
         if found is None or anew:
@@ -102,26 +104,26 @@ class Remembered:
         value: Any = found
         return cast(_V, value)
 
-    def differ(self, cells: Cells, what: object) -> bool:
+    def differ(self, cells: Sequence[object], what: object) -> bool:
         """Whether nothing is known of these very cells."""
         return self._of(cells, what)[1] is None
 
     def looks(self, cells: Cells, chunks: int) -> Looks:
         """Return the chunks of the next sequence of some cells that are looked at more closely."""
-        key, number, objects = self._of(cells, "sequences")
+        key, number, objects = self._of(cells.callables, "sequences")
         number = number if isinstance(number, int) else 0
         self.put(key, (number + 1, objects))
         return Looks(number, chunks, watch=not cells.is_compiled())
 
     def _of(
-        self, cells: Cells, what: object
+        self, cells: Sequence[object], what: object
     ) -> tuple[object, object, tuple[weakref.ref[object], ...]]:
         """Return a key, and what is known by it if nothing can be other than it was.
 
         Others may have the addresses of objects that are gone; what cannot be referred to weakly
         may be another each time.
         """
-        parts = [part for each in cells.callables for part in _parts_of(each, set())]
+        parts = [part for each in cells for part in _parts_of(each, set())]
         objects = [part for part in parts if type(part) not in PLAIN]
         key = what, tuple([(type(p), p) if type(p) in PLAIN else id(p) for p in parts])
         found, those = self.get(tuple, key) or (None, ())
@@ -175,6 +177,9 @@ def _parts_of(given: object, seen: set[int]) -> Iterator[object]:
 
     A container is as its items are, unless it may be a memory.
     """
+    if type(given) in PLAIN:
+        yield given
+        return
     if isinstance(given, Tensor) or (id(given) in seen and not isinstance(given, FunctionType)):
         return
     inner: Iterable[object] = ()
@@ -184,17 +189,17 @@ def _parts_of(given: object, seen: set[int]) -> Iterator[object]:
         case FunctionType():
             yield given.__code__
             defaults = *(given.__defaults__ or ()), *(given.__kwdefaults__ or {}).values()
-            inner = *map(inside, given.__closure__ or ()), *defaults
+            inner = *map(inside, given.__closure__ or ()), len(defaults), *defaults
         case MethodType():
             inner = given.__self__, given.__func__
         case functools.partial():
-            inner = given.func, *given.args, *given.keywords.values()
+            inner = given.func, given.args, *given.keywords, *given.keywords.values()
         case tuple() | frozenset():
-            inner = given
+            inner = len(given), *given
         case list() if _is_full(given):
-            inner = given
+            inner = len(given), *given
         case dict() if _is_full(given.values()):
-            inner = *given, *given.values()
+            inner = len(given), *given, *given.values()
         case _:
             yield given
     seen.add(id(given))
